@@ -1,0 +1,1 @@
+"""Benchmarks: same accuracy, same run, ratios."""

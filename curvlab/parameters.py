@@ -1,0 +1,145 @@
+"""Model parameters as one flat vector: the only place that knows the order.
+
+The order is that of ``model.named_parameters()``: a tied parameter appears once, under its first
+name. Operators, bases, optimizers and saved files all use it: a vector means one thing everywhere.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Names, shapes and offsets of the selected parameters in a flat vector of ``n`` elements."""
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    offsets: tuple[int, ...]
+    n: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(shape.numel() for shape in self.shapes)
+
+    def slices(self) -> dict[str, slice]:
+        """Where each parameter lies in the flat vector."""
+        return {
+            name: slice(offset, offset + size)
+            for name, offset, size in zip(self.names, self.offsets, self.sizes, strict=True)
+        }
+
+    def layers(self) -> dict[str, list[slice]]:
+        """Slices by the module that owns them: a layer's weight and bias are one block (eq. 7)."""
+        blocks: dict[str, list[slice]] = {}
+        for name, where in self.slices().items():
+            blocks.setdefault(name.rpartition(".")[0], []).append(where)
+        return blocks
+
+    def flatten(self, tensors: Iterable[Tensor | None], like: Tensor | None = None) -> Tensor:
+        """One vector ``(n,)`` from tensors in this order; ``None`` stands for zeros.
+
+        Args:
+            tensors: One tensor per parameter, of its shape; ``None`` for an unused parameter.
+            like: Gives dtype and device when every tensor may be ``None``.
+        """
+        pieces = list(tensors)
+        known = next((piece for piece in pieces if piece is not None), like)
+        if known is None:
+            raise ValueError(
+                "flatten needs a tensor, or like=, to know dtype and device"
+            )
+        flat = torch.empty(self.n, dtype=known.dtype, device=known.device)
+        for piece, offset, size in zip(pieces, self.offsets, self.sizes, strict=True):
+            target = flat[offset : offset + size]
+            if piece is None:
+                target.zero_()
+            else:
+                target.copy_(piece.detach().reshape(-1))
+        return flat
+
+    def unflatten(self, vector: Tensor) -> list[Tensor]:
+        """Views of ``vector`` ``(n,)``, or of rows ``(b, n)``, with the parameters' shapes."""
+        if vector.shape[-1] != self.n:
+            raise ValueError(
+                f"a vector for these parameters has {self.n} elements; got {tuple(vector.shape)}"
+            )
+        lead = vector.shape[:-1]
+        return [
+            vector[..., offset : offset + size].reshape(*lead, *shape)
+            for offset, size, shape in zip(self.offsets, self.sizes, self.shapes, strict=True)
+        ]
+
+
+def select_parameters(model: nn.Module, select: Selection = None) -> dict[str, nn.Parameter]:
+    """The parameters an operator acts on, by name, in the model's order.
+
+    Args:
+        model: Any module.
+        select: ``None`` takes every parameter that requires a gradient. A pattern (``"head.*"``), a
+            list of patterns or a predicate ``(name, parameter) -> bool`` takes exactly what it
+            matches, frozen parameters included.
+    """
+    named = dict(model.named_parameters())
+    if select is None:
+        chosen = {name: p for name, p in named.items() if p.requires_grad}
+        cure = "every parameter is frozen: unfreeze some, or name them with select="
+    elif callable(select):
+        chosen = {name: p for name, p in named.items() if select(name, p)}
+        cure = "the predicate select= matched no parameter"
+    else:
+        patterns = [select] if isinstance(select, str) else list(select)
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in named):
+                raise ValueError(
+                    f"select={pattern!r} matches no parameter; names are {_some(list(named))}"
+                )
+        chosen = {n: p for n, p in named.items() if any(fnmatchcase(n, q) for q in patterns)}
+        cure = "select= is an empty list of patterns"
+    if not chosen:
+        raise ValueError(f"no parameters selected: {cure}" if named else "the model has none")
+    for name, parameter in chosen.items():
+        if not parameter.is_floating_point():
+            raise TypeError(f"parameter {name!r} is {parameter.dtype}; curvature needs real floats")
+    return chosen
+
+
+def layout_of(parameters: dict[str, nn.Parameter]) -> Layout:
+    """The flat layout of ``parameters`` in their own order."""
+    shapes = tuple(p.shape for p in parameters.values())
+    offsets, total = [], 0
+    for shape in shapes:
+        offsets.append(total)
+        total += shape.numel()
+    return Layout(tuple(parameters), shapes, tuple(offsets), total)
+
+
+def parameter_count(model: nn.Module, select: Selection = None) -> int:
+    """How many numbers the selected parameters hold."""
+    return sum(p.numel() for p in select_parameters(model, select).values())
+
+
+def parameter_vector(model: nn.Module, select: Selection = None) -> Tensor:
+    """A copy of the selected parameters as one vector ``(n,)``."""
+    parameters = select_parameters(model, select)
+    return layout_of(parameters).flatten(parameters.values())
+
+
+@torch.no_grad()
+def load_parameter_vector(model: nn.Module, vector: Tensor, select: Selection = None) -> None:
+    """Write ``vector`` ``(n,)`` into the selected parameters, in place."""
+    parameters = select_parameters(model, select)
+    for parameter, piece in zip(
+        parameters.values(), layout_of(parameters).unflatten(vector), strict=True
+    ):
+        parameter.copy_(piece)
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown}, ... ({len(names)} in all)"

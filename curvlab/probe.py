@@ -1,0 +1,128 @@
+"""The operator's certificate: is it repeatable, symmetric and linear, as far as rounding allows?
+
+A wrong second derivative, live dropout, a reshuffling loader or a buffer handed out twice all show
+up in a handful of products with random vectors. The figures are relative errors; each is compared
+with what rounding in the operator's precision can explain. Random vectors see an error anywhere in
+the operator with probability one, but an error confined to few coordinates is seen diluted: the
+probe is strong evidence, not a proof.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class LinearOperator(Protocol):
+    """A symmetric linear map over flat vectors; blocks are rows."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    def __matmul__(self, vectors: Tensor, /) -> Tensor:
+        """``(n,) -> (n,)`` and ``(b, n) -> (b, n)``."""
+        ...
+
+
+class OperatorError(ValueError):
+    """The operator is asymmetric, unrepeatable, nonlinear or not finite: no solver can use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Relative errors measured by :func:`probe`, and the limit that rounding explains."""
+
+    symmetry: float
+    repeatability: float
+    linearity: float
+    limit: float
+    products: int
+
+    @property
+    def passed(self) -> bool:
+        # written so that a NaN fails
+        return all(x <= self.limit for x in (self.symmetry, self.repeatability, self.linearity))
+
+    def require(self) -> None:
+        """Raise :class:`OperatorError` naming what failed and its usual causes."""
+        if self.passed:
+            return
+        problems = []
+        if not self.repeatability <= self.limit:
+            problems.append(
+                f"two products with one vector differ by {self.repeatability:.1e} (usual causes: "
+                "train-mode dropout, a loader that reshuffles or augments, changing parameters)"
+            )
+        if not self.symmetry <= self.limit:
+            problems.append(
+                f"u'Av and v'Au differ by {self.symmetry:.1e} (usual causes: a layer with a wrong "
+                "second derivative, such as torch._weight_norm, or train-mode BatchNorm)"
+            )
+        if not self.linearity <= self.limit:
+            problems.append(
+                f"A(au + bv) and aAu + bAv differ by {self.linearity:.1e} (usual causes: an "
+                "operator with a constant term, a clipped or quantised product)"
+            )
+        raise OperatorError(
+            "this is not a symmetric linear operator to rounding "
+            f"(limit {self.limit:.1e}): " + "; ".join(problems)
+        )
+
+
+def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None) -> Certificate:
+    """Measure repeatability, symmetry and linearity with four products.
+
+    Args:
+        operator: Anything with ``n``, ``dtype``, ``device`` and ``@``.
+        seed: Of the random vectors; the global generator is not touched.
+        limit: Largest relative error accepted; by default what rounding in ``operator.dtype``
+            can explain, with room for products that sum over many samples.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> Tensor:
+        vector = torch.randn(operator.n, generator=generator, dtype=torch.float64)
+        return vector.to(operator.dtype).to(operator.device)
+
+    def product(vector: Tensor) -> Tensor:
+        # float64 copies: an operator that reuses its output buffer or overwrites its input must
+        # show as wrong here, not corrupt the comparison.
+        result = operator @ vector.clone()
+        if result.shape != vector.shape:
+            raise OperatorError(
+                f"operator @ vector must keep the shape {tuple(vector.shape)}; "
+                f"got {tuple(result.shape)}"
+            )
+        return result.detach().to(torch.float64, copy=True)
+
+    u, v = draw(), draw()
+    mixed = 0.75 * u - 1.5 * v  # in the operator's dtype, so that both sides see the same input
+    a_u, a_v = product(u), product(v)
+    a_mixed, again = product(mixed), product(u)
+    u, v = u.double(), v.double()
+    scale = float(a_u.norm() * v.norm() + a_v.norm() * u.norm())
+    return Certificate(
+        # Random u, v are nearly orthogonal to each other's images, so u'Av is far below |u||Av|;
+        # sqrt(n) gives the scale at which an asymmetric operator of the same size would show.
+        symmetry=_ratio(float((u @ a_v - v @ a_u).abs()) * operator.n**0.5, scale),
+        repeatability=_ratio(float((a_u - again).norm()), float(a_u.norm())),
+        linearity=_ratio(
+            float((a_mixed - 0.75 * a_u + 1.5 * a_v).norm()),
+            float(0.75 * a_u.norm() + 1.5 * a_v.norm()),
+        ),
+        limit=_default_limit(operator.dtype, operator.n) if limit is None else limit,
+        products=4,
+    )
+
+
+def _ratio(error: float, scale: float) -> float:
+    return 0.0 if error == 0.0 else error / scale if scale > 0.0 else float("inf")
+
+
+def _default_limit(dtype: torch.dtype, n: int) -> float:
+    return float(torch.finfo(dtype).eps) * 2e3 * max(1.0, (n / 1e4) ** 0.25)
