@@ -51,9 +51,7 @@ class Layout:
         pieces = list(tensors)
         known = next((piece for piece in pieces if piece is not None), like)
         if known is None:
-            raise ValueError(
-                "flatten needs a tensor, or like=, to know dtype and device"
-            )
+            raise ValueError("flatten needs a tensor, or like=, to know dtype and device")
         flat = torch.empty(self.n, dtype=known.dtype, device=known.device)
         for piece, offset, size in zip(pieces, self.offsets, self.sizes, strict=True):
             target = flat[offset : offset + size]

@@ -125,4 +125,5 @@ def _ratio(error: float, scale: float) -> float:
 
 
 def _default_limit(dtype: torch.dtype, n: int) -> float:
-    return float(torch.finfo(dtype).eps) * 2e3 * max(1.0, (n / 1e4) ** 0.25)
+    growth: float = max(1.0, (n / 1e4) ** 0.25)
+    return float(torch.finfo(dtype).eps) * 2e3 * growth

@@ -1,9 +1,9 @@
 """Files that are whole or absent: safetensors for tensors, JSON for everything else, never pickle.
 
 A saved thing is one ``.safetensors`` file. Its header carries a JSON manifest (kind, format
-version, library versions, whatever the caller adds) and a SHA-256 over manifest and tensors, checked
-on load. Writing goes to a temporary file beside the target, is flushed to disk and then renamed over
-it, so a crash or a full disk leaves the previous file as it was.
+version, library versions, whatever the caller adds) and a SHA-256 over manifest and tensors,
+checked on load. Writing goes to a temporary file beside the target, is flushed to disk and then
+renamed over it, so a crash or a full disk leaves the previous file as it was.
 """
 
 import hashlib
@@ -112,5 +112,5 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
-        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        total.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
     return total.hexdigest()
