@@ -112,5 +112,5 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
-        total.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
