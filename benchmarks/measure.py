@@ -1,0 +1,351 @@
+"""How everything here is measured: contenders interleaved, threads pinned, medians with a spread.
+
+A benchmark asks for four things and writes rows of one schema::
+
+    errors = gate({"ours": ours(), "theirs": theirs()}, truth)          # right first ...
+    seconds = interleave({"one gradient": gradient, "ours": ours})      # ... then fast
+    ratio = quantiles(per_round_ratio(seconds["ours"], seconds["one gradient"]))
+    rows.append(row("hvp", "ours", "time", "gradients", "mlp", ratio, threads=2))
+    write_rows("results/hvp.csv", rows)
+
+The machine changes speed while a benchmark runs. So each round times every contender once, in a
+rotating order, and ratios are taken inside a round: a slow minute slows both sides. Quantiles
+(20 %, 50 %, 80 %) rather than means: one interrupted sample must not move the result.
+"""
+
+import csv
+import ctypes
+import gc
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from curvlab.storage import write_atomically
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """20 %, 50 % and 80 % quantiles of a sample."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured figure; every benchmark writes these columns.
+
+    ``x`` is what the figure is drawn against (a network's name, a size, a block width).
+    """
+
+    subject: str
+    contender: str
+    version: str
+    metric: str
+    unit: str
+    x: float | str
+    p20: float
+    p50: float
+    p80: float
+    environment: str
+    commit: str
+
+
+def quantiles(samples: Sequence[float]) -> Quantiles:
+    """The three quantiles of ``samples``, interpolated linearly; one sample is its own spread."""
+    if not samples:
+        raise ValueError("quantiles needs at least one sample; got none")
+    at = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    values = torch.quantile(torch.tensor(list(samples), dtype=torch.float64), at)
+    return Quantiles(*(float(value) for value in values))
+
+
+def per_round_ratio(samples: Sequence[float], unit: Sequence[float]) -> list[float]:
+    """``samples`` in units of ``unit``, round by round: both must come from one :func:`interleave`.
+
+    A ratio of medians would compare a quiet minute with a busy one.
+    """
+    return [sample / one for sample, one in zip(samples, unit, strict=True)]
+
+
+@contextmanager
+def pinned_threads(threads: int) -> Iterator[None]:
+    """Run with torch on ``threads`` threads, then restore the number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def interleave(
+    contenders: Mapping[str, Call],
+    *,
+    rounds: int = 11,
+    warmup: int = 1,
+    threads: int = 2,
+    shortest: float = 0.02,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds per call of every contender, one sample per round.
+
+    Args:
+        contenders: Functions without arguments. They must do the same work at the same accuracy.
+        rounds: Samples per contender.
+        warmup: Untimed calls of each first.
+        threads: torch's thread count while measuring.
+        shortest: A sample repeats its call until it lasts about this many seconds, so that the
+            clock and the call overhead do not count.
+        clock: ``time.perf_counter`` for elapsed time, ``time.process_time`` for CPU time.
+
+    Returns:
+        For each contender a list of ``rounds`` figures; entry ``i`` of all lists is one round.
+    """
+    if rounds < 1:
+        raise ValueError(f"interleave needs rounds >= 1; got {rounds}")
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    with pinned_threads(threads), _collector_off():
+        repeats = {}
+        for name, call in contenders.items():
+            for _ in range(warmup):
+                call()
+            once = _seconds(call, 1, time.perf_counter)
+            repeats[name] = max(1, round(shortest / max(once, 1e-9)))
+        names = list(contenders)
+        for turn in range(rounds):
+            first = turn % len(names)  # nobody always runs after the same neighbour's cache
+            for name in names[first:] + names[:first]:
+                seconds[name].append(_seconds(contenders[name], repeats[name], clock))
+            gc.collect()
+    return seconds
+
+
+def _seconds(call: Call, repeats: int, clock: Callable[[], float]) -> float:
+    _synchronise()
+    start = clock()
+    for _ in range(repeats):
+        call()
+    _synchronise()
+    return (clock() - start) / repeats
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def peak_memory(call: Call, *, device: torch.device | str = "cpu", threads: int = 2) -> int:
+    """Bytes that ``call`` needed on top of what was in use before it, at its worst moment.
+
+    On CUDA the allocator's own peak. On the CPU the growth of the process's resident memory
+    (Linux: the kernel's high-water mark, reset just before), which also sees NumPy and C code.
+    Build everything that should count inside ``call``; call it once before if first-use buffers of
+    the libraries should not count.
+    """
+    gc.collect()
+    with pinned_threads(threads):
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            call()
+            torch.cuda.synchronize(device)
+            return torch.cuda.max_memory_allocated(device) - before
+        if not sys.platform.startswith("linux"):
+            raise RuntimeError(
+                "peak_memory on the CPU reads /proc and needs Linux; leave the memory column out"
+            )
+        # Freed blocks that malloc still holds would be reused unseen: hand them back first.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status_bytes("VmRSS")
+        call()
+        return max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """``‖value - truth‖ / ‖truth‖`` in float64; NaN or a wrong shape counts as infinite."""
+    if value.shape != truth.shape:
+        return float("inf")
+    exact = truth.detach().double().cpu()
+    error = float((value.detach().double().cpu() - exact).norm())
+    scale = float(exact.norm())
+    if error == 0.0:
+        return 0.0
+    return error / scale if math.isfinite(error) and scale > 0.0 else float("inf")
+
+
+def gate(results: Mapping[str, Tensor], truth: Tensor) -> dict[str, float]:
+    """Relative error of each contender's result: measured before any of them is timed."""
+    return {name: relative_error(result, truth) for name, result in results.items()}
+
+
+def row(
+    subject: str,
+    contender: str,
+    metric: str,
+    unit: str,
+    x: float | str,
+    value: Quantiles | float,
+    *,
+    threads: int,
+    version: str | None = None,
+) -> Row:
+    """A :class:`Row` with environment, commit and (by default curvlab's) version filled in."""
+    spread = value if isinstance(value, Quantiles) else Quantiles(value, value, value)
+    return Row(
+        subject=subject,
+        contender=contender,
+        version=version_of("curvlab") if version is None else version,
+        metric=metric,
+        unit=unit,
+        x=x,
+        p20=spread.p20,
+        p50=spread.p50,
+        p80=spread.p80,
+        environment=environment(threads),
+        commit=commit(),
+    )
+
+
+def version_of(package: str) -> str:
+    """The version of an installed distribution, or ``""`` if it is not installed."""
+    if package == "curvlab":
+        from curvlab import __version__
+
+        return __version__
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@cache
+def environment(threads: int) -> str:
+    """The machine and the libraries in one line: ratios are comparable only where it agrees."""
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    return "; ".join(
+        [
+            f"{_processor()} ({os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()})",
+            device,
+            f"{threads} threads",
+            f"{platform.system()} {platform.machine()}",
+            f"python {platform.python_version()}",
+            f"torch {torch.__version__}",
+        ]
+    )
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown processor"
+
+
+@cache
+def commit() -> str:
+    """The checkout's commit, with ``+`` if files differ from it; ``""`` outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    name = git("rev-parse", "--short", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return f"{name}+" if name and changed else name
+
+
+def write_rows(path: str | Path, rows: Iterable[Row]) -> Path:
+    """Write ``rows`` to ``path``: CSV or JSON by its suffix, all or nothing."""
+    path = Path(path)
+    records = [asdict(entry) for entry in rows]
+    if path.suffix not in (".csv", ".json"):
+        raise ValueError(f"write_rows writes .csv or .json; got {path.name!r}")
+
+    def write(temporary: str) -> None:
+        with Path(temporary).open("w", newline="", encoding="utf-8") as file:
+            if path.suffix == ".json":
+                json.dump(records, file, indent=1)
+            else:
+                writer = csv.DictWriter(file, [column.name for column in fields(Row)])
+                writer.writeheader()
+                writer.writerows(records)
+
+    write_atomically(path, write)
+    return path
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Rows written by :func:`write_rows`; an ``x`` that reads as a number becomes one."""
+    path = Path(path)
+    with path.open(newline="", encoding="utf-8") as file:
+        records = json.load(file) if path.suffix == ".json" else list(csv.DictReader(file))
+    names = [column.name for column in fields(Row)]
+    rows = []
+    for record in records:
+        if list(record) != names:
+            raise ValueError(f"{path} has columns {list(record)}; rows need {names}")
+        numbers = {name: float(record[name]) for name in ("p20", "p50", "p80")}
+        rows.append(Row(**{**record, **numbers, "x": _number_or_text(record["x"])}))
+    return rows
+
+
+def _number_or_text(text: str | float) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def format_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A plain text table, first column to the left, the others to the right."""
+    cells = [list(header), *(list(line) for line in lines)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+
+    def join(line: Sequence[str]) -> str:
+        first = line[0].ljust(widths[0])
+        return "  ".join([first, *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+
+    return "\n".join([join(cells[0]), "  ".join("-" * w for w in widths), *map(join, cells[1:])])

@@ -1,0 +1,131 @@
+"""The measuring method: rounds pair up, memory is seen, rows survive a file."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from benchmarks import measure
+
+
+def test_every_round_times_every_contender_once_and_ratios_pair_rounds():
+    seconds = measure.interleave(
+        {"one": lambda: time.sleep(0.002), "three": lambda: time.sleep(0.006)},
+        rounds=5,
+        shortest=0.0,
+    )
+    assert {name: len(samples) for name, samples in seconds.items()} == {"one": 5, "three": 5}
+    ratio = measure.quantiles(measure.per_round_ratio(seconds["three"], seconds["one"]))
+    assert ratio.p20 <= ratio.p50 <= ratio.p80
+    assert 1.5 < ratio.p50 < 4.5
+
+
+def test_ratios_of_different_runs_are_refused():
+    with pytest.raises(ValueError):
+        measure.per_round_ratio([1.0, 2.0], [1.0])
+
+
+def test_short_calls_are_repeated_until_the_clock_can_see_them():
+    calls = []
+    measure.interleave({"short": lambda: calls.append(1)}, rounds=2, shortest=0.001)
+    assert len(calls) > 100
+
+
+def test_the_order_of_contenders_rotates():
+    order = []
+    contenders = {name: lambda name=name: order.append(name) for name in "abc"}
+    measure.interleave(contenders, rounds=3, warmup=0, shortest=0.0)
+    assert order[3:] == list("abc" + "bca" + "cab")  # the first three calibrate
+
+
+def test_threads_are_pinned_during_and_restored_after():
+    seen = []
+    before = torch.get_num_threads()
+    measure.interleave({"look": lambda: seen.append(torch.get_num_threads())}, rounds=1, threads=1)
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == before
+
+
+def test_quantiles_of_known_samples():
+    assert measure.quantiles([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]) == measure.Quantiles(1.0, 2.5, 4.0)
+    assert measure.quantiles([7.0]) == measure.Quantiles(7.0, 7.0, 7.0)
+    with pytest.raises(ValueError, match="at least one"):
+        measure.quantiles([])
+
+
+@pytest.mark.parametrize("megabytes", [24, 96])
+def test_peak_memory_sees_a_temporary_and_not_what_was_there_before(megabytes):
+    kept = torch.ones(64 * 2**18)
+
+    def call() -> torch.Tensor:
+        temporary = torch.ones(megabytes * 2**18)  # float32: that many MiB
+        return temporary.sum() + kept[0]
+
+    peak = measure.peak_memory(call)
+    assert 0.9 * megabytes < peak / 2**20 < 1.1 * megabytes + 8
+    # once freed, the same memory is seen again, not hidden in malloc's free lists
+    assert 0.9 * megabytes < measure.peak_memory(call) / 2**20 < 1.1 * megabytes + 8
+
+
+def test_peak_memory_sees_many_small_pieces():
+    measured = measure.peak_memory(lambda: [torch.ones(4096) for _ in range(4096)])
+    assert 60 < measured / 2**20 < 90
+
+
+def test_the_gate_measures_errors_and_never_passes_nan_or_a_wrong_shape():
+    truth = torch.tensor([3.0, 4.0])
+    errors = measure.gate(
+        {
+            "exact": truth.clone(),
+            "off": torch.tensor([3.0, 4.5]),
+            "nan": torch.tensor([3.0, math.nan]),
+            "short": torch.tensor([3.0]),
+        },
+        truth,
+    )
+    assert errors["exact"] == 0.0
+    assert errors["off"] == pytest.approx(0.1)
+    assert math.isinf(errors["nan"])
+    assert math.isinf(errors["short"])
+    assert math.isinf(measure.relative_error(truth, torch.zeros(2)))
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_rows_survive_a_file(tmp_path, suffix):
+    rows = [
+        measure.row("hvp", "ours, best", "time", "gradients", "mlp", 1.25, threads=2),
+        measure.row(
+            "hvp",
+            "peer",
+            "error",
+            "",
+            16.0,
+            measure.Quantiles(0.1, 1 / 3, 0.5),
+            threads=2,
+            version="9",
+        ),
+    ]
+    path = measure.write_rows(tmp_path / f"rows{suffix}", rows)
+    assert measure.read_rows(path) == rows
+
+
+def test_rows_say_where_they_come_from():
+    entry = measure.row("hvp", "ours", "time", "gradients", 1.0, 2.0, threads=2)
+    assert f"torch {torch.__version__}" in entry.environment
+    assert "2 threads" in entry.environment
+    assert entry.version == measure.version_of("curvlab") != ""
+    assert measure.version_of("no-such-distribution") == ""
+
+
+def test_a_foreign_file_and_an_unknown_suffix_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"\.csv or \.json"):
+        measure.write_rows(tmp_path / "rows.txt", [])
+    (tmp_path / "foreign.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="columns"):
+        measure.read_rows(tmp_path / "foreign.csv")
+
+
+def test_a_table_lines_up():
+    text = measure.format_table(["engine", "time"], [["retained graph", "1.2"], ["mlp", "10.0"]])
+    assert len({len(line) for line in text.splitlines()}) == 1
