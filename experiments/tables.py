@@ -1,0 +1,116 @@
+"""Tables beside the paper's numbers, and its claims as checks.
+
+A cell holds its samples, one per seed (and per task pair where the paper averages over those too),
+and prints as mean ± standard deviation with the published figure behind it. A claim is a sentence
+of the paper with a verdict: ``agree``, ``disagree`` or ``not tested``.
+"""
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.paper import published
+
+Metrics = dict[str, Any]  # what one seed measured, as JSON: numbers, lists, nested dicts
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Samples of one quantity."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.samples) / len(self.samples) if self.samples else math.nan
+
+    @property
+    def std(self) -> float:
+        """Over the samples (population form, as the paper's five seeds are all there are)."""
+        mean = self.mean
+        return (
+            math.sqrt(math.fsum((x - mean) ** 2 for x in self.samples) / len(self.samples))
+            if self.samples
+            else math.nan
+        )
+
+    def __str__(self) -> str:
+        return format_pair(self.mean, self.std) if self.samples else "-"
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows and columns of cells for one label of the paper."""
+
+    label: str
+    title: str
+    columns: tuple[str, ...]
+    rows: dict[str, dict[str, Cell]] = field(default_factory=dict)
+
+    def add(self, row: str, column: str, samples: Iterable[float]) -> None:
+        """Put ``samples`` into a cell; the column must be one of the table's."""
+        if column not in self.columns:
+            raise ValueError(f"{self.label} has columns {self.columns}; got {column!r}")
+        self.rows.setdefault(row, {})[column] = Cell(tuple(float(x) for x in samples))
+
+    def mean(self, row: str, column: str) -> float:
+        """A cell's mean; NaN where nothing was measured, so that no comparison with it holds."""
+        cell = self.rows.get(row, {}).get(column)
+        return math.nan if cell is None else cell.mean
+
+    def __str__(self) -> str:
+        lines = [["", *self.columns]]
+        for name, cells in self.rows.items():
+            line = [name]
+            for column in self.columns:
+                theirs = published(self.label, name, column)
+                ours = str(cells[column]) if column in cells else "-"
+                line.append(ours if theirs is None else f"{ours} [{format_pair(*theirs)}]")
+            lines.append(line)
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        body = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
+        head = f"{self.label}: {self.title}  (mean ± std; the paper's in brackets)"
+        return "\n".join([head, *(line.rstrip() for line in body)])
+
+    def to_csv(self) -> str:
+        """One line per cell: label, row, column, mean, std, samples, the paper's mean and std."""
+        out = io.StringIO()
+        writer = csv.writer(out)
+        writer.writerow(["label", "row", "column", "mean", "std", "samples", "paper", "paper_std"])
+        for name, cells in self.rows.items():
+            for column, cell in cells.items():
+                theirs = published(self.label, name, column) or ("", "")
+                writer.writerow(
+                    [self.label, name, column, cell.mean, cell.std, len(cell.samples), *theirs]
+                )
+        return out.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A sentence of the paper and what the results say to it."""
+
+    text: str
+    verdict: str  # agree, disagree, not tested
+    measured: str
+
+    def __str__(self) -> str:
+        return f"  {self.verdict:<10} {self.text} ({self.measured})"
+
+
+def claim(text: str, values: Sequence[float], holds: Callable[..., bool]) -> Claim:
+    """Judge ``holds(*values)``; a missing (NaN) value makes the claim ``not tested``."""
+    measured = ", ".join(f"{value:.3g}" for value in values)
+    if any(math.isnan(value) for value in values):
+        return Claim(text, "not tested", measured)
+    return Claim(text, "agree" if holds(*values) else "disagree", measured)
+
+
+def format_pair(mean: float, std: float) -> str:
+    """``0.295 ± 0.031``: as many decimals as show three digits of the larger one, at most four."""
+    size = max(abs(mean), abs(std))
+    decimals = 4 if size < 0.0995 else 3 if size < 0.995 else 2 if size < 99.5 else 1
+    return f"{mean:.{decimals}f} ± {std:.{decimals}f}"
