@@ -1,10 +1,10 @@
 """Every kernel in plain PyTorch: the truth that the fast ones are compared with.
 
 A basis is ``rows`` of shape ``(m, ld)``: one contiguous row per vector, ``ld`` a multiple of 16,
-columns ``n..ld`` zero. Its dtype is float64, float32, float16, bfloat16, or a dtype with one float32
-scale per block of 64 columns (int8, float8): value = code * scale. ``vectors`` are ``(n,)`` or rows
-``(b, n)``, float32 or float64. ``factor`` is the lower Cholesky factor ``(m, m)``, float64, of the
-Gram matrix ``G`` of the stored rows; ``None`` says the rows are orthonormal.
+columns ``n..ld`` zero. Its dtype is float64, float32, float16, bfloat16, or one with a float32
+scale per block of 64 columns (int8, float8): value = code * scale. ``vectors`` are ``(n,)`` or
+rows ``(b, n)``, float32 or float64. ``factor`` is the lower Cholesky factor ``(m, m)``, float64, of
+the Gram matrix ``G`` of the stored rows; ``None`` says the rows are orthonormal.
 
 Columns are taken in chunks and every chunk is computed in float64, so that the only rounding is
 that of the result; a fast kernel works in float32 within a chunk and sums chunks in float64.
@@ -16,12 +16,31 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-CHUNK = 65536  # columns; a multiple of BLOCK, and few enough for float32 sums to keep 7 digits
-BLOCK = 64  # columns that share a scale
-PADDING = 16  # row lengths are multiples of this, so that 128-bit loads stay aligned
+from curvlab_kernels.algebra import (
+    cholesky_mixing,
+    rank_tolerance,
+    require_finite,
+    shift_if_needed,
+    solve,
+)
+from curvlab_kernels.formats import CHUNK, dequantise, expand_scales, padded, quantise
 
-# Largest code of each dtype that is stored with scales.
-LEVELS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+__all__ = [
+    "apply_",
+    "coefficients",
+    "dequantise",
+    "gram",
+    "lanczos_step_",
+    "norm",
+    "normalise_",
+    "orthonormalise_",
+    "orthonormalise_block_",
+    "padded",
+    "project_",
+    "project_list_",
+    "quantise",
+    "sgd_step_",
+]
 
 
 def coefficients(rows: Tensor, vectors: Tensor, scales: Tensor | None = None) -> Tensor:
@@ -195,68 +214,10 @@ def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:
     return mask
 
 
-def quantise(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Store ``vectors`` ``(m, n)`` as rows ``(m, ld)`` of ``dtype``, with scales where it has them.
-
-    Returns:
-        The rows, and float32 scales ``(m, ceil(ld / 64))`` for int8 and float8, else ``None``.
-        Symmetric, largest magnitude of a block on the largest code; a block of zeros has scale 0.
-    """
-    m, n = vectors.shape
-    ld = padded(n)
-    rows = torch.zeros(m, ld, dtype=dtype, device=vectors.device)
-    if dtype not in LEVELS:
-        rows[:, :n] = vectors
-        return rows, None
-    blocks = -(-ld // BLOCK)
-    whole = vectors.new_zeros(m, blocks * BLOCK, dtype=torch.float32)
-    whole[:, :n] = vectors
-    whole = whole.view(m, blocks, BLOCK)
-    scales = whole.abs().amax(-1) / LEVELS[dtype]
-    codes = whole / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
-    codes = codes.clamp(-LEVELS[dtype], LEVELS[dtype])
-    if dtype == torch.int8:
-        codes = codes.round()
-    rows.copy_(codes.view(m, -1)[:, :ld])
-    return rows, scales
-
-
-def dequantise(rows: Tensor, scales: Tensor | None, n: int) -> Tensor:
-    """The values of stored rows: ``(m, n)``, float32 (float64 for float64 rows)."""
-    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    values = rows[:, :n].to(dtype)
-    return values if scales is None else values * expand_scales(scales, slice(0, n))
-
-
 def norm(vector: Tensor) -> Tensor:
     """Euclidean norm of ``(n,)`` or of every row of ``(b, n)``, accumulated in float64."""
-    return torch.linalg.vector_norm(vector, dim=-1, dtype=torch.float64)
-
-
-def padded(n: int) -> int:
-    """The row length ``ld`` that holds ``n`` elements."""
-    return -(-n // PADDING) * PADDING
-
-
-def rank_tolerance(dtype: torch.dtype, m: int) -> float:
-    """Relative norm at or below which a vector projected against ``m`` others is only rounding."""
-    return float(torch.finfo(dtype).eps) * max(8.0, m**0.5)
-
-
-def solve(factor: Tensor | None, right: Tensor) -> Tensor:
-    """``G^-1 c`` for ``c`` ``(m,)`` or rows ``(b, m)``, given the lower Cholesky factor of ``G``."""
-    if factor is None:
-        return right
-    columns = right.reshape(-1, right.shape[-1]).T
-    return torch.cholesky_solve(columns, factor).T.reshape(right.shape)
-
-
-def require_finite(norms: Tensor) -> Tensor:
-    """The norms ``(b,)`` unchanged; raises if a vector holds NaN or infinity."""
-    if not bool(norms.isfinite().all()):
-        wrong = (~norms.isfinite()).nonzero().flatten().tolist()
-        raise ValueError(f"vectors {wrong} of the block hold NaN or infinity; nothing was changed")
-    return norms
+    length: Tensor = torch.linalg.vector_norm(vector, dim=-1, dtype=torch.float64)
+    return length
 
 
 def normalise_(vector: Tensor, before: Tensor, m: int) -> Tensor:
@@ -278,68 +239,6 @@ def gram(rows: Tensor) -> Tensor:
     return (
         coefficients(rows, rows) if rows.dtype.itemsize >= 4 else coefficients(rows, rows.float())
     )
-
-
-def shift_if_needed(products: Tensor, remaining: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The first stage of shifted CholeskyQR3, for a Gram matrix ``(b, b)`` with unit diagonal.
-
-    Returns:
-        The matrix that mixes the rows, or ``None`` when the Gram matrix can be trusted as it is;
-        and ``remaining`` ``(b,)``, the norms left by Gram-Schmidt so far, brought up to date.
-    """
-    _, pivots, _ = _ordered_cholesky(products, torch.zeros_like(remaining))
-    if pivots.numel() == 0 or float(pivots.min()) > 1e-8:
-        return None, remaining
-    # Large enough for the factorisation never to break down on rounding, small enough for the
-    # second stage to see what the rank rule needs: norms down to eps of the block's dtype.
-    shift = 1e-13 * max(1, products.shape[0])
-    lower = torch.linalg.cholesky(products + shift * torch.eye(*products.shape).to(products))
-    return _inverse(lower), remaining * lower.diagonal()
-
-
-def cholesky_mixing(products: Tensor, remaining: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Cholesky QR in the given order, with the rank rule.
-
-    Args:
-        products: Gram matrix ``(b, b)``, float64.
-        remaining: Norms ``(b,)`` left by earlier stages, which a pivot multiplies.
-        tolerance: Norms at or below it are dependent.
-
-    Returns:
-        The matrix ``(k, k)`` that mixes the kept rows into orthonormal ones, and the indices
-        ``(k,)`` of the kept rows.
-    """
-    lower, _, kept = _ordered_cholesky(products, tolerance / remaining)
-    return _inverse(lower[kept][:, kept]), kept
-
-
-def expand_scales(scales: Tensor, columns: slice) -> Tensor:
-    """One scale per column for ``columns``, which start at a multiple of 64: ``(m, count)``."""
-    blocks = scales[:, columns.start // BLOCK : -(-columns.stop // BLOCK)]
-    return blocks.repeat_interleave(BLOCK, dim=1)[:, : columns.stop - columns.start]
-
-
-def _ordered_cholesky(products: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower factor, pivots and kept indices; a row whose ``sqrt(pivot) <= floor`` is skipped."""
-    rest = products.cpu().clone()
-    lower = torch.zeros_like(rest)
-    pivots = torch.zeros(rest.shape[0], dtype=torch.float64)
-    kept = []
-    for row, least in enumerate(floor.cpu().tolist()):
-        pivot = float(rest[row, row])
-        pivots[row] = pivot
-        if pivot <= max(least, 0.0) ** 2:
-            continue
-        kept.append(row)
-        lower[row:, row] = rest[row:, row] / pivot**0.5
-        rest[row:, row:] -= torch.outer(lower[row:, row], lower[row:, row])
-    to = products.device
-    return lower.to(to), pivots.to(to), torch.tensor(kept, dtype=torch.int64).to(to)
-
-
-def _inverse(lower: Tensor) -> Tensor:
-    identity = torch.eye(*lower.shape).to(lower)
-    return torch.linalg.solve_triangular(lower, identity, upper=False)
 
 
 def _mix(mixing: Tensor, rows: Tensor) -> Tensor:
@@ -369,5 +268,5 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for piece, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+    for piece, tensor in zip(torch.split(flat, [t.numel() for t in tensors]), tensors, strict=True):
         tensor.copy_(piece.view(tensor.shape))
