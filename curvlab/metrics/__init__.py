@@ -1,0 +1,45 @@
+"""The paper's measures: functions over a run's matrices, its snapshots and curvature operators."""
+
+from curvlab.metrics.forgetting import (
+    NORMS,
+    Norm,
+    accuracy_forgetting,
+    average_accuracy,
+    average_forgetting,
+    backward_transfer,
+    current_accuracy,
+    loss_forgetting,
+    old_pairs,
+    previous_pairs,
+)
+from curvlab.metrics.perturbation import RADII, Perturbation, perturb
+from curvlab.metrics.quadratic import Expansion, distances, expand
+from curvlab.metrics.structure import (
+    Estimate,
+    block_diagonality,
+    layer_labels,
+    spectral_similarity,
+)
+
+__all__ = [
+    "NORMS",
+    "RADII",
+    "Estimate",
+    "Expansion",
+    "Norm",
+    "Perturbation",
+    "accuracy_forgetting",
+    "average_accuracy",
+    "average_forgetting",
+    "backward_transfer",
+    "block_diagonality",
+    "current_accuracy",
+    "distances",
+    "expand",
+    "layer_labels",
+    "loss_forgetting",
+    "old_pairs",
+    "perturb",
+    "previous_pairs",
+    "spectral_similarity",
+]

@@ -1,0 +1,119 @@
+"""The perturbation score s(r): how much steeper than random directions are eigenvectors, r away?
+
+s(r) = |L(theta + r v) - L(theta)| / mean over mu of |L(theta + r mu/|mu|) - L(theta)|.
+
+At a minimum of a quadratic loss s is the same at every radius, lambda P / tr(H) for an eigenvector
+of eigenvalue lambda. Where a gradient is left it takes over as r -> 0 and the plateau is lost:
+s -> |g'v| / (|g| sqrt(2 / (pi P))), which is about 1 or less for a v unrelated to g. Read a
+plateau only at a converged model (:func:`curvlab.theory.plateau_score` and `slope_score`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RADII = tuple(10.0 ** (power / 4) for power in range(-12, 17))  # 10^-3 .. 10^4, four per decade
+
+
+@dataclass(frozen=True, slots=True)
+class Perturbation:
+    """Loss changes along k chosen and m random directions at R radii, and the score.
+
+    Attributes:
+        radii: ``(R,)``.
+        changes: ``(k, R)``; |L(theta + r v_i) - L(theta)|.
+        random_changes: ``(m, R)``; the same along random unit directions.
+        loss: L(theta).
+    """
+
+    radii: Tensor
+    changes: Tensor
+    random_changes: Tensor
+    loss: float
+
+    def score(self) -> Tensor:
+        """s(r) for each direction, ``(k, R)``.
+
+        Far out a loss overflows. Where both sides are infinite or NaN the directions are equally
+        bad and s = 1; where only the random side is, s = 0; where only the chosen one is, s = inf.
+        Where neither moved the loss at all (r below rounding) s is NaN: nothing was measured.
+        """
+        expected = self.random_changes.mean(0).expand_as(self.changes)
+        score = self.changes / expected
+        lost, random_lost = ~self.changes.isfinite(), ~expected.isfinite()
+        score[lost & random_lost] = 1.0
+        score[~lost & random_lost] = 0.0
+        score[lost & ~random_lost] = float("inf")
+        return score
+
+    def reach(self, tolerance: float = 1.0) -> Tensor:
+        """The radius from which the score has come down to 1, ``(k,)``: the paper's green line.
+
+        It is the smallest radius such that s(r) <= 1 + tolerance there and at all larger radii; inf
+        where that never happens. Below it the chosen direction is steeper than a random one.
+
+        Args:
+            tolerance: How far above 1 still counts as 1. Ten random directions leave about that
+                much noise.
+        """
+        score = self.score()
+        high = (score > 1.0 + tolerance) | score.isnan()
+        after = high.flip(1).cumsum(1).flip(1) == 0  # no high score from here outwards
+        settled = after.float().argmax(1)
+        reach = self.radii[settled]
+        return torch.where(after.any(1), reach, torch.full_like(reach, float("inf")))
+
+
+@torch.no_grad()
+def perturb(
+    loss: Callable[[Tensor], Tensor | float],
+    point: Tensor,
+    directions: Tensor,
+    *,
+    generator: torch.Generator,
+    random: int = 10,
+    radii: Tensor | tuple[float, ...] = RADII,
+) -> Perturbation:
+    """Measure a loss on spheres around ``point``.
+
+    Args:
+        loss: From flat parameters ``(n,)`` to the loss; deterministic (frozen data, eval mode).
+        point: ``(n,)``: theta.
+        directions: ``(k, n)``, the Hessian's eigenvectors; normalised here.
+        generator: For the random directions, which are Gaussian and normalised.
+        random: How many random directions. Costs ``(k + random) * len(radii) + 1`` losses.
+        radii: ``(R,)``.
+    """
+    if point.dim() != 1 or directions.dim() != 2 or directions.shape[1] != point.numel():
+        raise ValueError(
+            "perturb needs point (n,) and directions (k, n); "
+            f"got {tuple(point.shape)} and {tuple(directions.shape)}"
+        )
+    if random < 1:
+        raise ValueError(f"random must be 1 or more; got {random}")
+    radius = torch.as_tensor(radii, dtype=torch.float64)
+    base = float(loss(point))
+    if not torch.tensor(base).isfinite():
+        raise ValueError(f"the loss at the point itself is {base}")
+
+    def changes(direction: Tensor) -> Tensor:
+        unit = direction.double() / direction.double().norm()
+        return torch.tensor(
+            [
+                abs(float(loss((point.double() + r * unit.to(point.device)).to(point))) - base)
+                for r in radius.tolist()
+            ],
+            dtype=torch.float64,
+        )
+
+    chosen = torch.stack([changes(row) for row in directions])
+    # one at a time: for a ViT each is 50 MB
+    drawn = torch.stack(
+        [
+            changes(torch.randn(point.numel(), generator=generator, device=generator.device))
+            for _ in range(random)
+        ]
+    )
+    return Perturbation(radius, chosen, drawn, base)
