@@ -1,0 +1,238 @@
+"""S runs of one model side by side, all their numbers in three flat tensors ``(S, P)``.
+
+:class:`Population` is the interface that learners see; :class:`ModulePopulation` takes any
+``nn.Module`` and loops over the runs with autograd; plain MLPs have a faster one
+(:mod:`curvlab.learners.stacked`). In all of them ``models[s]`` is an ordinary module whose
+parameters are views of row ``s``: it can be handed to any operator, hook or picture at any time.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+from torch.nn.modules.dropout import _DropoutNd
+
+from curvlab.learners.seeds import derived_seed
+from curvlab.learners.statistics import BatchNormPolicy, RunningStatistics
+from curvlab.parameters import Layout, layout_of, select_parameters
+
+
+@runtime_checkable
+class Reseeded(Protocol):
+    """A module that draws random numbers in ``forward``; told its seed before every step."""
+
+    def reseed(self, seed: int) -> None: ...
+
+
+class Population(ABC):
+    """S models of one shape; ``parameters``, ``gradients``, ``velocity`` are ``(S, P)``.
+
+    Args:
+        models: One per seed, with the same parameters. They are bound to the population: their
+            parameters become views into it, so moving or casting them afterwards breaks it.
+        seeds: One per model; data order and all other randomness derive from them.
+        batchnorm: What happens to running statistics; required if the models have any
+            (:mod:`curvlab.learners.statistics`).
+
+    Attributes:
+        layout: Names, shapes and offsets of the P parameters (those that require a gradient).
+        velocity: Momentum buffers, or ``None`` without momentum; zeroed before every task.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        seeds: Sequence[int],
+        *,
+        batchnorm: BatchNormPolicy | None = None,
+    ) -> None:
+        if not models or len(models) != len(seeds):
+            raise ValueError(
+                f"a population needs one model per seed; got {len(models)} models and "
+                f"{len(seeds)} seeds"
+            )
+        if len(set(map(id, models))) < len(models) or len(set(seeds)) < len(seeds):
+            raise ValueError("every run needs a seed and a module of its own; one came twice")
+        self.models, self.seeds = list(models), tuple(seeds)
+        self._named = [select_parameters(model) for model in models]
+        self.layout: Layout = layout_of(self._named[0])
+        _check_alike(self._named, self.layout)
+        self.parameters = torch.stack([self.layout.flatten(n.values()) for n in self._named])
+        self.gradients = torch.zeros_like(self.parameters)
+        self.velocity: Tensor | None = None
+        self.statistics = RunningStatistics(self.models, batchnorm)
+        self._takes_task = "task" in inspect.signature(self.models[0].forward).parameters
+        self._training: bool | None = None
+        self.bind()
+        self.train_mode(False)
+
+    @property
+    def size(self) -> int:
+        """S, the number of runs."""
+        return len(self.seeds)
+
+    @property
+    def n(self) -> int:
+        """P, the number of parameters of one run."""
+        return self.layout.n
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters.dtype
+
+    @abstractmethod
+    def gradient_(self, inputs: Tensor, targets: Tensor, task: int, step: int = 0) -> None:
+        """Write the gradient of each run's mean cross-entropy into ``gradients``.
+
+        Args:
+            inputs: Shape ``(S, B, ...)``: each run its own batch.
+            targets: Shape ``(S, B)``.
+            task: Index of the task, handed to modules whose ``forward`` has an argument ``task``.
+            step: Of the task; with the seeds it decides dropout's random numbers.
+        """
+
+    def logits(self, inputs: Tensor, task: int, parameters: Tensor | None = None) -> Tensor:
+        """Predictions ``(S, N, C)`` in eval mode, without a graph.
+
+        Args:
+            inputs: Shape ``(N, ...)``, the same for every run.
+            task: Index of the task they come from.
+            parameters: Shape ``(S, P)`` to use in place of the current ones.
+        """
+        self.train_mode(False)
+        values = self.parameters if parameters is None else parameters
+        with torch.no_grad():
+            return torch.stack(
+                [self.logits_of(s, inputs, task, values[s]) for s in range(self.size)]
+            )
+
+    def logits_of(self, s: int, inputs: Tensor, task: int, parameters: Tensor) -> Tensor:
+        """Logits ``(N, C)`` of run ``s`` as a differentiable function of ``parameters`` ``(P,)``.
+
+        Mode and buffers are the model's present ones, except statistics kept per task.
+        """
+        values = dict(zip(self.layout.names, self.layout.unflatten(parameters), strict=True))
+        values |= self.statistics.of_task(task, s)
+        arguments = (inputs, task) if self._takes_task else (inputs,)
+        result: Tensor = functional_call(self.models[s], values, arguments)
+        return result
+
+    def bind(self) -> None:
+        """Make the models' parameters and their ``.grad`` views of this population (again)."""
+        for s, named in enumerate(self._named):
+            values = self.layout.unflatten(self.parameters[s])
+            gradients = self.layout.unflatten(self.gradients[s])
+            for parameter, value, gradient in zip(named.values(), values, gradients, strict=True):
+                parameter.data = value
+                parameter.grad = gradient
+
+    def begin_task(self, task: int) -> None:
+        """The loop's call before the first step of a task."""
+        self.bind()
+        self.statistics.begin_task(task)
+        self._training = None  # what is frozen may have changed
+        if self.velocity is not None:
+            self.velocity.zero_()
+
+    def end_task(self, task: int) -> None:
+        """The loop's call after the last step of a task."""
+        self.train_mode(False)
+        self.statistics.end_task(task)
+
+    def train_mode(self, training: bool) -> None:
+        """Put all models in train or eval mode; fixed statistics stay in eval mode."""
+        if training == self._training:
+            return
+        self._training = training
+        for s, model in enumerate(self.models):
+            model.train(training)
+            self.statistics.hold(s)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters, momentum, buffers and kept statistics, for a checkpoint."""
+        tensors = {"parameters": self.parameters}
+        if self.velocity is not None:
+            tensors["velocity"] = self.velocity
+        tensors |= {f"buffers/{name}": value for name, value in self.buffers().items()}
+        return tensors | {f"kept/{k}": value for k, value in self.statistics.state().items()}
+
+    def load_state(self, tensors: dict[str, Tensor], task: int) -> None:
+        """Take back what :meth:`state` gave, in the middle of ``task``."""
+        self.parameters.copy_(tensors["parameters"])
+        if self.velocity is not None:
+            self.velocity.copy_(tensors["velocity"])
+        kept = {k.removeprefix("kept/"): v for k, v in tensors.items() if k.startswith("kept/")}
+        self.statistics.load_state(kept, self.parameters)
+        self.statistics.resume_task(task)
+        for s, model in enumerate(self.models):
+            for name, buffer in model.named_buffers():
+                buffer.copy_(tensors[f"buffers/{name}"][s])
+        self._training = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The models' buffers by name, ``(S, ...)``."""
+        everyone = [dict(model.named_buffers()) for model in self.models]
+        return {name: torch.stack([one[name] for one in everyone]) for name in everyone[0]}
+
+
+class ModulePopulation(Population):
+    """Any module: plain autograd, one run after the other."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        seeds: Sequence[int],
+        *,
+        batchnorm: BatchNormPolicy | None = None,
+    ) -> None:
+        super().__init__(models, seeds, batchnorm=batchnorm)
+        modules = [list(model.modules()) for model in self.models]
+        self._drops = any(isinstance(m, _DropoutNd) and m.p > 0 for m in modules[0])
+        self._reseeded = [[m for m in ms if isinstance(m, Reseeded)] for ms in modules]
+
+    def gradient_(self, inputs: Tensor, targets: Tensor, task: int, step: int = 0) -> None:
+        self.train_mode(True)
+        self.gradients.zero_()
+        for s, model in enumerate(self.models):
+            with torch.enable_grad(), self._randomness(s, task, step):
+                arguments = (inputs[s], task) if self._takes_task else (inputs[s],)
+                torch.autograd.backward(cross_entropy(model(*arguments), targets[s]))
+
+    @contextmanager
+    def _randomness(self, s: int, task: int, step: int) -> Iterator[None]:
+        if not self._drops and not self._reseeded[s]:
+            yield
+            return
+        seed = derived_seed(self.seeds[s], "dropout", task, step)
+        for module in self._reseeded[s]:
+            module.reseed(seed)
+        # nn.Dropout knows only the global generator: lend it, and give it back as it was
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, enabled=self._drops):
+            if self._drops:
+                torch.manual_seed(seed)
+            yield
+
+
+def _check_alike(named: list[dict[str, nn.Parameter]], layout: Layout) -> None:
+    first = next(iter(named[0].values()))
+    for parameters in named:
+        if layout_of(parameters) != layout:
+            raise ValueError("the models differ in the names or shapes of their parameters")
+        for name, parameter in parameters.items():
+            if parameter.dtype != first.dtype or parameter.device != first.device:
+                raise ValueError(
+                    "all parameters of a population share dtype and device; "
+                    f"{name!r} is {parameter.dtype} on {parameter.device}, others are "
+                    f"{first.dtype} on {first.device}"
+                )
