@@ -55,7 +55,7 @@ class Learner:
 
     Attributes:
         notes: One dictionary per finished task, JSON-able (directions kept per seed, bytes of
-            memory, ...); ``after_task`` appends to it.
+            memory, ...); a list in it has one entry per run. ``after_task`` appends to it.
     """
 
     def __init__(self) -> None:

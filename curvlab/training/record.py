@@ -1,0 +1,151 @@
+"""What all runs have gathered so far, and its checkpoint file."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlab.learners import Learner, Population
+from curvlab.storage import StorageError, load_tensors, save_tensors
+from curvlab.tasks.samples import Task
+from curvlab.training.run import MATRICES, Run
+
+
+@dataclass(slots=True)
+class Record:
+    """Results of S runs over T tasks; ``task`` and ``step`` say how far training is."""
+
+    names: tuple[str, ...]
+    initial: Tensor
+    matrices: dict[str, Tensor]
+    snapshots: list[Tensor] = field(default_factory=list)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    timings: list[dict[str, float]] = field(default_factory=list)
+    task: int = 0
+    step: int = 0
+
+    @classmethod
+    def start(cls, population: Population, tasks: Sequence[Task]) -> "Record":
+        shape = (population.size, len(tasks), len(tasks))
+        return cls(
+            names=tuple(task.name for task in tasks),
+            initial=population.parameters.cpu().clone(),
+            matrices={
+                name: torch.full(shape, float("nan"), dtype=torch.float64) for name in MATRICES
+            },
+        )
+
+    def runs(self, population: Population, learner: Learner, config: dict[str, Any]) -> list[Run]:
+        """One :class:`Run` per seed."""
+        kept = torch.stack(self.snapshots, 1) if self.snapshots else self.initial[:, None][:, :0]
+        notes = [{**own, **time} for own, time in zip(learner.notes, self.timings, strict=True)]
+        return [
+            Run(
+                seed=seed,
+                tasks=self.names,
+                initial=self.initial[s],
+                snapshots=kept[s],
+                buffers={
+                    name: torch.stack([after[name][s] for after in self.buffers])
+                    for name in (self.buffers[0] if self.buffers else {})
+                },
+                notes=[_of_seed(note, s, population.size) for note in notes],
+                config={**config, "seed": seed},
+                **{name: matrix[s] for name, matrix in self.matrices.items()},
+            )
+            for s, seed in enumerate(population.seeds)
+        ]
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """One file that holds everything needed to go on bit for bit.
+
+    Args:
+        path: Of the file.
+        config: Settings; a file written with others is refused.
+    """
+
+    path: Path
+    config: dict[str, Any]
+
+    def save(self, record: Record, population: Population, learner: Learner) -> None:
+        """Replace the file by the present state."""
+        tensors = {f"population/{k}": v for k, v in population.state().items()}
+        tensors |= {f"learner/{k}": v for k, v in learner.state().items()}
+        tensors |= {f"matrices/{k}": v for k, v in record.matrices.items()}
+        tensors["initial"] = record.initial
+        for t, snapshot in enumerate(record.snapshots):
+            tensors[f"snapshots/{t}"] = snapshot
+        for t, buffers in enumerate(record.buffers):
+            tensors |= {f"buffers/{t}/{name}": value for name, value in buffers.items()}
+        manifest = {
+            "config": self.config,
+            "task": record.task,
+            "step": record.step,
+            "notes": learner.notes,
+            "timings": record.timings,
+        }
+        save_tensors(self.path, "training", tensors, manifest)
+
+    def restore(self, record: Record, population: Population, learner: Learner) -> None:
+        """Put the file's state, if there is a file, into the three."""
+        if not self.path.exists():
+            return
+        tensors, manifest = load_tensors(self.path, "training")
+        # the round trip gives both sides JSON's types
+        wanted = json.loads(json.dumps(self.config))
+        if manifest["config"] != wanted:
+            raise StorageError(
+                f"{self.path} belongs to another run: {_difference(manifest['config'], wanted)}. "
+                "Delete it to start again, or use another file"
+            )
+        record.task, record.step = manifest["task"], manifest["step"]
+        record.timings = manifest["timings"]
+        record.initial = tensors["initial"]
+        record.matrices = _below(tensors, "matrices/")
+        count = sum(name.startswith("snapshots/") for name in tensors)
+        record.snapshots = [tensors[f"snapshots/{t}"] for t in range(count)]
+        done = len([timing for timing in record.timings if "evaluate_seconds" in timing])
+        buffers = [_below(tensors, f"buffers/{t}/") for t in range(done)]
+        record.buffers = [after for after in buffers if after]
+        population.load_state(_below(tensors, "population/"), record.task)
+        learner.notes = manifest["notes"]
+        learner.load_state(population, _below(tensors, "learner/"))
+
+
+def data_digest(tasks: Sequence[Task]) -> str:
+    """A short hash over every sample of the stream."""
+    total = hashlib.sha256()
+    for task in tasks:
+        for samples in (task.train, task.test):
+            for tensor in (samples.inputs, samples.targets):
+                total.update(tensor_bytes(tensor))
+    return total.hexdigest()[:16]
+
+
+def tensor_bytes(tensor: Tensor) -> Any:
+    """The tensor's memory, for hashing."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def _of_seed(note: dict[str, Any], s: int, size: int) -> dict[str, Any]:
+    """A list in a note has one entry per run."""
+    return {
+        key: value[s] if isinstance(value, list) and len(value) == size else value
+        for key, value in note.items()
+    }
+
+
+def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    keys = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
+    return "; ".join(f"{key} was {found.get(key)!r}, is {wanted.get(key)!r}" for key in keys)

@@ -1,0 +1,75 @@
+"""What training leaves behind: matrices, snapshots, notes; one :class:`Run` per seed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from curvlab.storage import load_tensors, save_tensors
+
+MATRICES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """One seed's run through a stream of T tasks.
+
+    Entry ``[t, o]`` of a matrix is on task ``o`` after learning task ``t``, float64; NaN where it
+    was not evaluated (future tasks, by default).
+
+    Attributes:
+        seed: Of data order, initialisation and subsets.
+        tasks: Their names.
+        train_loss: ``(T, T)``, mean cross-entropy on training samples.
+        train_accuracy: ``(T, T)``.
+        test_loss: ``(T, T)``.
+        test_accuracy: ``(T, T)``.
+        initial: ``(P,)``, parameters before the first task.
+        snapshots: ``(T, P)``, parameters after each task (as the learner left them); ``(0, P)``
+            if they were not kept.
+        buffers: Buffers of the model after each task, ``(T, ...)`` by name; empty without any.
+        notes: One dictionary per task: the learner's own (directions kept, bytes), and the loop's
+            ``steps``, ``train_seconds``, ``transform_seconds`` (in ``learner.transform_``, all
+            seeds together), ``after_task_seconds`` and ``evaluate_seconds``.
+        config: Every setting of the run, the policy for BatchNorm included.
+    """
+
+    seed: int
+    tasks: tuple[str, ...]
+    train_loss: Tensor
+    train_accuracy: Tensor
+    test_loss: Tensor
+    test_accuracy: Tensor
+    initial: Tensor
+    snapshots: Tensor
+    buffers: dict[str, Tensor]
+    notes: list[dict[str, Any]]
+    config: dict[str, Any]
+
+    def save(self, path: str | Path) -> Path:
+        """Write the run to one file (safetensors with a JSON manifest)."""
+        tensors = {name: getattr(self, name) for name in (*MATRICES, "initial", "snapshots")}
+        tensors |= {f"buffers/{name}": value for name, value in self.buffers.items()}
+        manifest = {
+            "seed": self.seed,
+            "tasks": list(self.tasks),
+            "notes": self.notes,
+            "config": self.config,
+        }
+        return save_tensors(path, "run", tensors, manifest)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Run":
+        """Read a file written by :meth:`save`."""
+        tensors, manifest = load_tensors(path, "run")
+        fields = {name: tensors[name] for name in (*MATRICES, "initial", "snapshots")}
+        prefix = "buffers/"
+        return cls(
+            seed=manifest["seed"],
+            tasks=tuple(manifest["tasks"]),
+            buffers={k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)},
+            notes=manifest["notes"],
+            config=manifest["config"],
+            **fields,
+        )

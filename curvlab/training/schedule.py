@@ -1,0 +1,88 @@
+"""Learning rates and epochs in the paper's notation: {r1, r2:T}, {e1, e2:T}, "a/b"."""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One rate and length for the first task, another for all later ones.
+
+    Args:
+        lr: Learning rate of the first task (r1).
+        lr_later: Of the later tasks (r2:T); ``None`` keeps ``lr``.
+        epochs: Of the first task (e1).
+        epochs_later: Of the later tasks (e2:T); ``None`` keeps ``epochs``.
+        decay_at: Epochs of the first task after which the rate is multiplied by ``decay``.
+        decay_at_later: The same in the later tasks; ``None`` keeps ``decay_at`` if the later tasks
+            are not given a length of their own, and else has no decay.
+        decay: The factor. The paper does not state it.
+    """
+
+    lr: float
+    lr_later: float | None = None
+    epochs: int = 1
+    epochs_later: int | None = None
+    decay_at: tuple[int, ...] = ()
+    decay_at_later: tuple[int, ...] | None = None
+    decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, rate in (("lr", self.lr), ("lr_later", self.lr_later), ("decay", self.decay)):
+            if rate is not None and not rate > 0.0:
+                raise ValueError(f"{name}= must be positive; got {rate}")
+        for task in (0, 1):
+            epochs, points = self.epochs_of(task), self.decay_points_of(task)
+            if epochs < 1:
+                raise ValueError(f"epochs must be at least 1; got {epochs}")
+            if list(points) != sorted(set(points)) or any(not 0 < p < epochs for p in points):
+                raise ValueError(
+                    f"decay points must increase and lie inside the {epochs} epochs; got {points}"
+                )
+
+    @classmethod
+    def parse(cls, rates: str, epochs: str, *, decay: float = 0.1) -> "Schedule":
+        """From the notation of the paper's table: ``parse("{0.1, 0.001}", "{30/60/70, 10}")``.
+
+        One number stands for all tasks; in ``a/b`` the rate decays after epoch ``a`` and the task
+        ends at ``b``.
+        """
+        lr = [float(text) for text in _members(rates, "rates")]
+        lengths = [[int(e) for e in text.split("/")] for text in _members(epochs, "epochs")]
+        return cls(
+            lr=lr[0],
+            lr_later=lr[1] if len(lr) > 1 else None,
+            epochs=lengths[0][-1],
+            epochs_later=lengths[1][-1] if len(lengths) > 1 else None,
+            decay_at=tuple(lengths[0][:-1]),
+            decay_at_later=tuple(lengths[1][:-1]) if len(lengths) > 1 else None,
+            decay=decay,
+        )
+
+    def epochs_of(self, task: int) -> int:
+        """Epochs of task ``task`` (from 0)."""
+        later = self.epochs if self.epochs_later is None else self.epochs_later
+        return self.epochs if task == 0 else later
+
+    def decay_points_of(self, task: int) -> tuple[int, ...]:
+        """Epochs of task ``task`` after which the rate decays."""
+        if task == 0:
+            return self.decay_at
+        if self.decay_at_later is not None:
+            return self.decay_at_later
+        return self.decay_at if self.epochs_later is None else ()
+
+    def lr_at(self, task: int, epoch: int) -> float:
+        """The rate in epoch ``epoch`` (from 0) of task ``task`` (from 0)."""
+        rate = self.lr if task == 0 or self.lr_later is None else self.lr_later
+        passed = sum(epoch >= point for point in self.decay_points_of(task))
+        return float(rate * self.decay**passed)
+
+
+def _members(text: str, name: str) -> list[str]:
+    members = [member.strip() for member in text.strip().strip("{}").split(",")]
+    if len(members) > 2 or not all(re.fullmatch(r"[\d.eE/+-]+", member) for member in members):
+        raise ValueError(
+            f"{name}= must read like '0.01', '{{0.1, 0.001}}' or '{{30/60/70, 10}}'; got {text!r}"
+        )
+    return members
