@@ -9,7 +9,7 @@ from torch import Tensor
 
 def solve(factor: Tensor | None, right: Tensor) -> Tensor:
     """``G^-1 c`` for ``c`` ``(m,)`` or rows ``(b, m)``; ``factor`` is lower, with ``G = L L'``."""
-    if factor is None:
+    if factor is None or right.numel() == 0:
         return right
     columns = right.reshape(-1, right.shape[-1]).T
     return torch.cholesky_solve(columns, factor).T.reshape(right.shape)

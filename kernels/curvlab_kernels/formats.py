@@ -50,6 +50,7 @@ def dequantise(rows: Tensor, scales: Tensor | None, n: int) -> Tensor:
 
 
 def expand_scales(scales: Tensor, columns: slice) -> Tensor:
-    """One scale per column for ``columns``, which start at a multiple of 64: ``(m, count)``."""
-    blocks = scales[:, columns.start // BLOCK : -(-columns.stop // BLOCK)]
-    return blocks.repeat_interleave(BLOCK, dim=1)[:, : columns.stop - columns.start]
+    """One scale per column of the range ``columns``: ``(m, count)``."""
+    low = columns.start // BLOCK
+    spread = scales[:, low : -(-columns.stop // BLOCK)].repeat_interleave(BLOCK, dim=1)
+    return spread[:, columns.start - low * BLOCK : columns.stop - low * BLOCK]

@@ -16,13 +16,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from curvlab_kernels.algebra import (
-    cholesky_mixing,
-    rank_tolerance,
-    require_finite,
-    shift_if_needed,
-    solve,
-)
+from curvlab_kernels.algebra import solve
+from curvlab_kernels.block import gram, norm, normalise_, orthonormalise_with_
 from curvlab_kernels.formats import CHUNK, dequantise, expand_scales, padded, quantise
 
 __all__ = [
@@ -125,8 +120,8 @@ def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     """Make ``vector`` ``(n,)`` orthogonal to orthonormal ``rows`` and of unit norm, in place.
 
     Two passes of classical Gram-Schmidt (twice is enough: Kahan, Parlett). A vector whose norm
-    after them is at most :func:`rank_tolerance` times its norm before is dependent: what is left
-    is rounding. It is set to zero and its norm is reported as zero.
+    after them is at most ``algebra.rank_tolerance`` times its norm before is dependent: what is
+    left is rounding. It is set to zero and its norm is reported as zero.
 
     Returns:
         The coefficients removed by both passes ``(m,)``, and the norm after them, before
@@ -180,78 +175,14 @@ def lanczos_step_(
 def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:
     """Make ``block`` ``(b, n)`` orthonormal, and orthogonal to orthonormal ``rows``, in place.
 
-    A pass against the rows, Cholesky QR with a float64 Gram matrix, a second pass, a second
-    Cholesky QR (CholeskyQR2). When the block is so ill-conditioned that the first Gram matrix
-    cannot be trusted, a shifted Cholesky QR goes before (CholeskyQR3). The result is that of
-    Gram-Schmidt in the given order, and so is the rank rule: a vector whose norm, after removal of
-    ``rows`` and of the kept vectors before it, is at most :func:`rank_tolerance` times its norm
-    before is dropped and set to zero.
+    Gram-Schmidt in the given order, by Cholesky QR: see :mod:`curvlab_kernels.block`. A vector
+    whose norm, after removal of ``rows`` and of the kept vectors before it, is at most
+    ``rank_tolerance`` times its norm before is dropped and set to zero.
 
     Returns:
         Which vectors were kept: bool ``(b,)``.
     """
-    tolerance = rank_tolerance(block.dtype, rows.shape[0] + block.shape[0])
-    before = require_finite(norm(block))
-    _scale_(block, before)
-    project_(rows, block)
-    remaining = norm(block)  # relative to the norm before
-    kept = (remaining > tolerance).nonzero().flatten()
-    work = block[kept]
-    remaining = remaining[kept]
-    _scale_(work, remaining)
-    mixing, remaining = shift_if_needed(gram(work), remaining)
-    if mixing is not None:
-        work = _mix(mixing, work)
-    mixing, independent = cholesky_mixing(gram(work), remaining, tolerance)
-    work = _mix(mixing, work[independent])
-    project_(rows, work)
-    mixing, _ = cholesky_mixing(gram(work), torch.ones_like(remaining[independent]), 0.0)
-    kept = kept[independent]
-    block.zero_()
-    block[kept] = _mix(mixing, work)
-    mask = torch.zeros(block.shape[0], dtype=torch.bool, device=block.device)
-    mask[kept] = True
-    return mask
-
-
-def norm(vector: Tensor) -> Tensor:
-    """Euclidean norm of ``(n,)`` or of every row of ``(b, n)``, accumulated in float64."""
-    length: Tensor = torch.linalg.vector_norm(vector, dim=-1, dtype=torch.float64)
-    return length
-
-
-def normalise_(vector: Tensor, before: Tensor, m: int) -> Tensor:
-    """Scale to unit norm, or zero a dependent vector; returns the norm, 0 for a dependent one.
-
-    Args:
-        before: The norm ``()`` that the vector had before it was projected against ``m`` rows.
-    """
-    after = norm(vector)
-    independent = after > rank_tolerance(vector.dtype, m) * before
-    # A NaN is not hidden as a dependent vector: it stays NaN.
-    after = torch.where(after.isfinite() & ~independent, torch.zeros_like(after), after)
-    _scale_(vector, after)
-    return after
-
-
-def gram(rows: Tensor) -> Tensor:
-    """``M M'`` in float64, shape ``(m, m)``, for rows of a float dtype ``(m, n)``."""
-    return (
-        coefficients(rows, rows) if rows.dtype.itemsize >= 4 else coefficients(rows, rows.float())
-    )
-
-
-def _mix(mixing: Tensor, rows: Tensor) -> Tensor:
-    mixed = torch.zeros_like(rows)
-    for columns in _chunks(rows.shape[-1]):
-        mixed[:, columns] = mixing @ rows[:, columns].double()
-    return mixed
-
-
-def _scale_(vectors: Tensor, norms: Tensor) -> None:
-    """Divide every row by its norm in place; a row whose norm is zero becomes zero."""
-    factors = torch.where(norms == 0, 0.0, 1.0 / torch.where(norms == 0, 1.0, norms))
-    vectors.copy_(vectors.double() * factors.unsqueeze(-1))
+    return orthonormalise_with_(lambda vectors: project_(rows, vectors), block, rows.shape[0])
 
 
 def _chunks(n: int) -> Iterator[slice]:

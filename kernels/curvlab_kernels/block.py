@@ -1,0 +1,102 @@
+"""Orthonormalising a block of vectors: Cholesky QR around any projection.
+
+Shared by every back end and by bases that are stored rounded: they differ in the projection only.
+Everything happens in the block's own memory, a chunk of columns at a time.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from curvlab_kernels.algebra import (
+    cholesky_mixing,
+    rank_tolerance,
+    require_finite,
+    shift_if_needed,
+)
+from curvlab_kernels.formats import CHUNK
+
+
+def orthonormalise_with_(project: Callable[[Tensor], object], block: Tensor, m: int) -> Tensor:
+    """Make ``block`` ``(b, n)`` orthonormal, and orthogonal to what ``project`` removes, in place.
+
+    A pass against the rows, Cholesky QR with a float64 Gram matrix, a second pass, a second
+    Cholesky QR (CholeskyQR2). When the block is so ill-conditioned that the first Gram matrix
+    cannot be trusted, a shifted Cholesky QR goes before (CholeskyQR3). The result is that of
+    Gram-Schmidt in the given order, and so is the rank rule: a vector whose norm, after the
+    projection and the removal of the kept vectors before it, is at most ``rank_tolerance`` times
+    its norm before is dropped and set to zero.
+
+    Args:
+        project: Projects a block ``(b, n)`` in place; called twice.
+        m: How many vectors ``project`` removes.
+
+    Returns:
+        Which vectors were kept: bool ``(b,)``.
+    """
+    tolerance = rank_tolerance(block.dtype, m + block.shape[0])
+    scale_(block, require_finite(norm(block)))
+    project(block)
+    remaining = norm(block)  # relative to the norm before
+    scale_(block, torch.where(remaining > tolerance, remaining, 0.0))
+    kept = (remaining > tolerance).nonzero().flatten()
+    products = gram(block)
+    mixing, remaining = shift_if_needed(products[kept][:, kept], remaining[kept])
+    if mixing is not None:
+        _mix_(block, mixing, kept)
+        products = gram(block)
+    mixing, independent = cholesky_mixing(products[kept][:, kept], remaining, tolerance)
+    kept = kept[independent]
+    _mix_(block, mixing, kept)
+    project(block)
+    ones = torch.ones_like(remaining[independent])
+    mixing, _ = cholesky_mixing(gram(block)[kept][:, kept], ones, 0.0)
+    _mix_(block, mixing, kept)
+    mask = torch.zeros(block.shape[0], dtype=torch.bool, device=block.device)
+    mask[kept] = True
+    return mask
+
+
+def norm(vector: Tensor) -> Tensor:
+    """Euclidean norm of ``(n,)`` or of every row of ``(b, n)``, accumulated in float64."""
+    length: Tensor = torch.linalg.vector_norm(vector, dim=-1, dtype=torch.float64)
+    return length
+
+
+def normalise_(vector: Tensor, before: Tensor, m: int) -> Tensor:
+    """Scale to unit norm, or zero a dependent vector; returns the norm, 0 for a dependent one.
+
+    Args:
+        before: The norm ``()`` that the vector had before it was projected against ``m`` rows.
+    """
+    after = norm(vector)
+    independent = after > rank_tolerance(vector.dtype, m) * before
+    # A NaN is not hidden as a dependent vector: it stays NaN.
+    after = torch.where(after.isfinite() & ~independent, torch.zeros_like(after), after)
+    scale_(vector, after)
+    return after
+
+
+def scale_(vectors: Tensor, norms: Tensor) -> None:
+    """Divide every row by its norm in place; a row whose norm is zero becomes zero."""
+    factors = torch.where(norms == 0, 0.0, 1.0 / torch.where(norms == 0, 1.0, norms))
+    # Not a 0-d tensor: those would be rounded to float32 before the product.
+    vectors.mul_(factors.unsqueeze(-1))
+
+
+def gram(rows: Tensor) -> Tensor:
+    """``M M'``, shape ``(m, m)``, for float rows ``(m, n)``; products and sums in float64."""
+    total = rows.new_zeros(rows.shape[0], rows.shape[0], dtype=torch.float64)
+    for columns in torch.split(rows, CHUNK, 1):
+        values = columns.double()
+        total += values @ values.T
+    return total
+
+
+def _mix_(block: Tensor, mixing: Tensor, kept: Tensor) -> None:
+    """Replace the ``kept`` rows by ``mixing`` times them and all other rows by zero, in place."""
+    whole = mixing.new_zeros(block.shape[0], block.shape[0])
+    whole[kept.unsqueeze(1), kept] = mixing
+    for columns in torch.split(block, CHUNK, 1):
+        columns.copy_(whole @ columns.double())
