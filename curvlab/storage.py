@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,20 +79,22 @@ def load_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
 def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
     """Call ``write(temporary_path)``, then rename the result over ``path``; all or nothing."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    # Not mkstemp: its files are readable by their owner alone, whatever the user's umask says.
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:
-        write(temporary)
-        with Path(temporary).open("rb") as file:
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch(exist_ok=False)
+        try:
+            write(str(temporary))
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(
             f"could not write {path}: {error}. What was there before is unchanged"
         ) from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,12 @@
+"""The paper's networks: an MLP, a slim ResNet18 and a ViT for CIFAR; seeded, twice differentiable.
+
+Every builder takes ``seed=`` (an int or a CPU ``torch.Generator``), ``dtype=`` and ``device=``. The
+global generators are not touched, and weights do not depend on device or dtype: they are drawn in
+float32 on the CPU, then converted.
+"""
+
+from curvlab.nets.mlp import mlp
+from curvlab.nets.resnet import BatchNorm, freeze_batch_norm, slim_resnet18
+from curvlab.nets.vit import vit_cifar
+
+__all__ = ["BatchNorm", "freeze_batch_norm", "mlp", "slim_resnet18", "vit_cifar"]

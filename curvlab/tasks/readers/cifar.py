@@ -1,0 +1,161 @@
+"""CIFAR's python batches, read without trusting them.
+
+The published files are pickles, and a pickle is a program. Here it runs against a closed list: the
+four names a pickled array of bytes refers to, each replaced by a stand-in of this module, so that
+not even numpy's own constructors run on what the file says. Any other name is refused before
+anything is called.
+"""
+
+import io
+import math
+import pickle
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from curvlab.tasks.images import DataError, image_tensor, label_tensor
+
+
+def read_cifar_batch(
+    content: bytes, where: str, key: str = "labels", classes: int = 10
+) -> tuple[Tensor, Tensor]:
+    """Images ``(N, 3, 32, 32)`` uint8 and labels ``(N,)`` int64 of one batch file.
+
+    Args:
+        content: The file's bytes.
+        where: What to call it in errors.
+        key: Of the labels: ``"labels"`` in CIFAR-10, ``"fine_labels"`` in CIFAR-100.
+        classes: Number of classes.
+    """
+    batch = _load(content, where)
+    if not isinstance(batch, dict):
+        raise DataError(f"{where} is not a CIFAR batch: it holds a {type(batch).__name__}")
+    batch = {_text(name): value for name, value in batch.items()}
+    for name in ("data", key):
+        if name not in batch:
+            raise DataError(
+                f"{where} is not a CIFAR batch with {key!r}: it has no {name!r}, only "
+                f"{sorted(map(str, batch))}"
+            )
+    images = image_tensor(batch["data"], f"{where}: 'data'", (3072,)).view(-1, 3, 32, 32)
+    labels = label_tensor(batch[key], f"{where}: {key!r}", classes)
+    if len(images) != len(labels):
+        raise DataError(f"{where}: {len(images)} images but {len(labels)} labels")
+    return images, labels
+
+
+def read_cifar_batches(
+    archive: Path, members: list[str], key: str, classes: int
+) -> list[tuple[Tensor, Tensor]]:
+    """The named batches of a ``.tar.gz`` as published; nothing is unpacked to disk."""
+    read: dict[str, tuple[Tensor, Tensor]] = {}
+    try:
+        with tarfile.open(archive, "r|gz") as files:
+            for member in files:
+                if member.name in members and member.isfile():
+                    stream = files.extractfile(member)
+                    content = stream.read() if stream is not None else b""
+                    where = f"{archive}:{member.name}"
+                    read[member.name] = read_cifar_batch(content, where, key, classes)
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise DataError(f"{archive} is damaged: {error}. Get it again") from error
+    absent = [name for name in members if name not in read]
+    if absent:
+        raise DataError(f"{archive} lacks {', '.join(absent)}: truncated, or another archive")
+    return [read[name] for name in members]
+
+
+class _Allowed:
+    """A stand-in for one global: callable, and closed to everything else a pickle can do."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._make(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a batch may not alter what it refers to")
+
+
+class _Array:
+    """A pickled array of bytes: filled by the pickle's own state, checked in :meth:`array`."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, *_: Any) -> None:
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def array(self) -> Any:
+        """The bytes as a read-only uint8 array."""
+        _, shape, kind, column_major, content = self.state
+        if not isinstance(kind, _Kind) or not isinstance(content, bytes):
+            raise ValueError("an array of something other than bytes")
+        if math.prod(shape) != len(content):
+            raise ValueError(f"shape {shape} needs {math.prod(shape)} bytes, not {len(content)}")
+        order: Any = "F" if column_major else "C"
+        return np.frombuffer(content, np.uint8).reshape(shape, order=order)
+
+
+class _Kind:
+    """A pickled dtype: only that of unsigned bytes is accepted."""
+
+    __slots__ = ()
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        if _text(code) not in ("u1", "|u1"):
+            raise pickle.UnpicklingError(f"array of type {code!r}; CIFAR batches hold bytes")
+
+    def __setstate__(self, state: Any) -> None:
+        """Byte order and alignment: nothing that matters for single bytes."""
+
+
+def _latin1(text: Any, encoding: Any = "latin1") -> bytes:
+    """How Python 3 pickles bytes in the protocol of Python 2."""
+    if not isinstance(text, str) or _text(encoding) != "latin1":
+        raise pickle.UnpicklingError(f"bytes encoded as {encoding!r}")
+    return text.encode("latin1")
+
+
+_GLOBALS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,  # numpy 2 writes this name
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Kind,
+    ("_codecs", "encode"): _latin1,
+}
+
+
+class _BatchUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _GLOBALS:
+            raise pickle.UnpicklingError(
+                f"it refers to {module}.{name}, which no CIFAR batch needs; it may be malicious"
+            )
+        return _Allowed(_GLOBALS[module, name])
+
+
+def _load(content: bytes, where: str) -> Any:
+    try:
+        # strings of Python 2 become bytes: only then do arrays keep every byte
+        batch = _BatchUnpickler(io.BytesIO(content), encoding="bytes").load()
+        if isinstance(batch, dict):
+            return {k: v.array() if isinstance(v, _Array) else v for k, v in batch.items()}
+        return batch
+    # A damaged pickle can fail in any way its opcodes can: all of them mean the same to the user.
+    except Exception as error:
+        raise DataError(f"{where} is not a readable CIFAR batch: {error}") from error
+
+
+def _text(value: Any) -> Any:
+    return value.decode("latin1") if isinstance(value, bytes) else value

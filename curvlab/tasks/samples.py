@@ -1,0 +1,237 @@
+"""Samples, tasks, and how they are cut: minibatches, subsets, smaller streams, the joint task.
+
+Everything is a slice of resident tensors; no Python runs per sample. Random choices come from a
+seed or a ``torch.Generator``, never from the global one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Seed = int | torch.Generator
+
+# Batches gathered at once by `minibatches`: one gather per slab and views after that, so a step
+# costs two slices, while the copy stays small beside the data.
+SLAB = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """``inputs`` ``(N, ...)`` float32 (or float64) and ``targets`` ``(N,)`` int64, N > 0."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __post_init__(self) -> None:
+        for name, tensor in (("inputs", self.inputs), ("targets", self.targets)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"Samples.{name} must be a tensor; got {type(tensor).__name__}")
+        if self.inputs.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"Samples.inputs must be float32 or float64; got {self.inputs.dtype} "
+                "(for images of bytes: images.float() / 255)"
+            )
+        if self.targets.dtype != torch.int64:
+            raise TypeError(
+                f"Samples.targets must be int64 class numbers; got {self.targets.dtype} "
+                "(use targets.long())"
+            )
+        if self.inputs.dim() < 2 or self.targets.dim() != 1:
+            raise ValueError(
+                "Samples needs inputs (N, ...) and targets (N,); got "
+                f"{tuple(self.inputs.shape)} and {tuple(self.targets.shape)}"
+            )
+        if len(self.inputs) != len(self.targets):
+            raise ValueError(
+                f"Samples needs one target per input; got {len(self.inputs)} inputs and "
+                f"{len(self.targets)} targets"
+            )
+        if len(self.inputs) == 0:
+            raise ValueError("Samples is empty: inputs has no rows")
+        if self.inputs.device != self.targets.device:
+            raise ValueError(
+                "Samples needs inputs and targets on one device; got "
+                f"{self.inputs.device} and {self.targets.device}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: Tensor | slice) -> "Samples":
+        """The samples at an index tensor, a boolean mask or a slice (then views)."""
+        return Samples(self.inputs[index], self.targets[index])
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "Samples":
+        """The samples on ``device``, with inputs of ``dtype``."""
+        return Samples(self.inputs.to(device=device, dtype=dtype), self.targets.to(device=device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """One task of a stream: targets of both parts are 0..classes-1, on one shared head."""
+
+    name: str
+    train: Samples
+    test: Samples
+    classes: int
+
+    def __post_init__(self) -> None:
+        if self.train.inputs.shape[1:] != self.test.inputs.shape[1:]:
+            raise ValueError(
+                f"task {self.name!r}: train and test inputs differ in shape: "
+                f"{tuple(self.train.inputs.shape[1:])} and {tuple(self.test.inputs.shape[1:])}"
+            )
+        for part, samples in (("train", self.train), ("test", self.test)):
+            low, high = int(samples.targets.min()), int(samples.targets.max())
+            if low < 0 or high >= self.classes:
+                raise ValueError(
+                    f"task {self.name!r}: {part} targets run from {low} to {high}, but must lie in "
+                    f"0..{self.classes - 1} (classes={self.classes}); remap them"
+                )
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "Task":
+        """The task on ``device``, with inputs of ``dtype``."""
+        train, test = self.train.to(device, dtype), self.test.to(device, dtype)
+        return Task(self.name, train, test, self.classes)
+
+
+def minibatches(
+    samples: Samples, batch_size: int, *, seed: Seed | None = None, drop_last: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """One epoch of ``(inputs, targets)`` batches.
+
+    Args:
+        samples: Resident data.
+        batch_size: Rows per batch; the last batch may be shorter.
+        seed: An int or a generator, which is advanced by one permutation; ``None`` keeps the order.
+        drop_last: Leave out a shorter last batch.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size= must be at least 1; got {batch_size}")
+    if drop_last and batch_size > len(samples):
+        raise ValueError(
+            f"drop_last=True with batch_size={batch_size} leaves nothing of {len(samples)} samples"
+        )
+    order = None if seed is None else _permutation(len(samples), seed, samples.inputs.device)
+    return _batches(samples, batch_size, order, drop_last)
+
+
+def subset(samples: Samples, size: int, *, seed: Seed, balanced: bool = False) -> Samples:
+    """``size`` samples without replacement, e.g. the 1,000 of a Hessian.
+
+    Args:
+        samples: To choose from.
+        size: At least 1 and at most ``len(samples)``.
+        seed: An int or a generator.
+        balanced: The same number of every class that occurs; where ``size`` is not a multiple,
+            the lowest classes get one more.
+    """
+    if not 1 <= size <= len(samples):
+        raise ValueError(f"size= must be between 1 and {len(samples)} (all samples); got {size}")
+    generator = _generator(seed)
+    order = _permutation(len(samples), generator, samples.inputs.device)
+    if not balanced:
+        return samples[order[:size]]
+    shuffled = samples.targets[order]
+    found = torch.unique(shuffled).tolist()
+    if size < len(found):
+        raise ValueError(f"balanced=True needs size= of at least {len(found)} classes; got {size}")
+    chosen = []
+    for rank, label in enumerate(found):
+        wanted = size // len(found) + (rank < size % len(found))
+        members = order[shuffled == label]
+        if len(members) < wanted:
+            raise ValueError(
+                f"balanced=True with size={size} needs {wanted} samples of class {label}, but "
+                f"there are {len(members)}; choose a smaller size or balanced=False"
+            )
+        chosen.append(members[:wanted])
+    # mixed again, so that reading in order does not go class by class
+    mixed = torch.cat(chosen)
+    return samples[mixed[_permutation(size, generator, mixed.device)]]
+
+
+def limit(
+    tasks: Sequence[Task],
+    *,
+    train: int | None = None,
+    test: int | None = None,
+    seed: Seed = 0,
+    balanced: bool = True,
+) -> list[Task]:
+    """The same stream with at most ``train`` and ``test`` samples per task.
+
+    Args:
+        tasks: A stream.
+        train: Training samples per task; ``None`` keeps all.
+        test: Test samples per task; ``None`` keeps all.
+        seed: Of the choice; every task draws its own.
+        balanced: As in :func:`subset`.
+    """
+    generator = _generator(seed)
+    return [
+        Task(
+            task.name,
+            task.train
+            if train is None
+            else subset(task.train, train, seed=generator, balanced=balanced),
+            task.test
+            if test is None
+            else subset(task.test, test, seed=generator, balanced=balanced),
+            task.classes,
+        )
+        for task in tasks
+    ]
+
+
+def joined(tasks: Sequence[Task], name: str = "joint") -> Task:
+    """All tasks as one on their shared head: what a multitask solution is trained on."""
+    if not tasks:
+        raise ValueError("joined needs at least one task")
+    shapes = {tuple(task.train.inputs.shape[1:]) for task in tasks}
+    if len(shapes) > 1:
+        raise ValueError(f"joined needs tasks with inputs of one shape; got {sorted(shapes)}")
+    return Task(
+        name,
+        _concatenated([task.train for task in tasks]),
+        _concatenated([task.test for task in tasks]),
+        max(task.classes for task in tasks),
+    )
+
+
+def _concatenated(parts: list[Samples]) -> Samples:
+    return Samples(
+        torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts])
+    )
+
+
+def _batches(
+    samples: Samples, batch_size: int, order: Tensor | None, drop_last: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    total = len(samples) // batch_size * batch_size if drop_last else len(samples)
+    step = batch_size * (SLAB if order is not None else max(1, total))
+    for start in range(0, total, step):
+        stop = min(start + step, total)
+        inputs, targets = samples.inputs[start:stop], samples.targets[start:stop]
+        if order is not None:
+            rows = order[start:stop]
+            inputs = samples.inputs.index_select(0, rows)
+            targets = samples.targets.index_select(0, rows)
+        yield from zip(
+            torch.split(inputs, batch_size), torch.split(targets, batch_size), strict=True
+        )
+
+
+def _permutation(count: int, seed: Seed, device: torch.device) -> Tensor:
+    generator = _generator(seed)
+    return torch.randperm(count, generator=generator, device=generator.device).to(device)
+
+
+def _generator(seed: Seed) -> torch.Generator:
+    return seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)

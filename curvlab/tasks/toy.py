@@ -1,0 +1,60 @@
+"""The 2-D challenge of fig:cartoon_forgetting: three tasks, two classes, one network.
+
+Task 1 lies in the centre, task 2 at the bottom left, task 3 at the top right. Each is a pair of
+round clouds, turned by a third of a circle from task to task: trained on one task, a network
+extends its boundary so that it cuts the others wrongly, though one network can hold all three.
+"""
+
+import math
+
+import torch
+
+from curvlab.tasks.samples import Samples, Task
+
+# name, centre of the pair, direction from class 0 to class 1 in degrees
+PLACES = (
+    ("centre", (0.0, 0.0), 0.0),
+    ("bottom left", (-2.0, -2.0), 120.0),
+    ("top right", (2.0, 2.0), 240.0),
+)
+
+
+def toy_challenge(
+    samples: int = 400,
+    *,
+    test: int = 400,
+    spread: float = 0.18,
+    distance: float = 1.0,
+    seed: int | torch.Generator = 0,
+) -> list[Task]:
+    """Three tasks of points ``(N, 2)``, half of each class, in random order.
+
+    Args:
+        samples: Training points per task.
+        test: Test points per task.
+        spread: Standard deviation of a cloud.
+        distance: Between the middles of a task's two clouds.
+        seed: An int or a generator.
+    """
+    if min(samples, test) < 2:
+        raise ValueError(
+            f"samples= and test= must be at least 2, one per class; got {samples}, {test}"
+        )
+    if not (spread > 0 and distance > 0):
+        raise ValueError(f"spread= and distance= must be positive; got {spread}, {distance}")
+    generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+
+    def draw(count: int, centre: tuple[float, float], degrees: float) -> Samples:
+        targets = (torch.arange(count) % 2)[torch.randperm(count, generator=generator)]
+        angle = math.radians(degrees)
+        direction = torch.tensor([math.cos(angle), math.sin(angle)], dtype=torch.float64)
+        noise = torch.randn(count, 2, generator=generator, dtype=torch.float64) * spread
+        middles = torch.tensor(centre, dtype=torch.float64) + torch.outer(
+            (targets - 0.5) * distance, direction
+        )
+        return Samples((middles + noise).float(), targets)
+
+    return [
+        Task(name, draw(samples, centre, degrees), draw(test, centre, degrees), classes=2)
+        for name, centre, degrees in PLACES
+    ]
