@@ -127,6 +127,12 @@ class Population(ABC):
         result: Tensor = functional_call(self.models[s], values, arguments)
         return result
 
+    def call(self, s: int, inputs: Tensor, task: int) -> Tensor:
+        """``models[s]`` applied to ``inputs`` ``(N, ...)``, in its present mode, hooks included."""
+        model = self.models[s]
+        result: Tensor = model(inputs, task) if self._takes_task else model(inputs)
+        return result
+
     def bind(self) -> None:
         """Make the models' parameters and their ``.grad`` views of this population (again)."""
         for s, named in enumerate(self._named):
@@ -203,10 +209,10 @@ class ModulePopulation(Population):
     def gradient_(self, inputs: Tensor, targets: Tensor, task: int, step: int = 0) -> None:
         self.train_mode(True)
         self.gradients.zero_()
-        for s, model in enumerate(self.models):
+        for s in range(self.size):
             with torch.enable_grad(), self._randomness(s, task, step):
-                arguments = (inputs[s], task) if self._takes_task else (inputs[s],)
-                torch.autograd.backward(cross_entropy(model(*arguments), targets[s]))
+                logits = self.call(s, inputs[s], task)
+                torch.autograd.backward(cross_entropy(logits, targets[s]))
 
     @contextmanager
     def _randomness(self, s: int, task: int, step: int) -> Iterator[None]:

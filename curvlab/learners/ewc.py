@@ -1,0 +1,148 @@
+"""EWC: a quadratic penalty around each task's solution, weighted by the diagonal Fisher.
+
+The regularisation side of the paper's link: keep the change small where curvature is large, by a
+penalty instead of a projection. That of task o is ``strength/2 sum_i F_o,i (w_i - w_o,i)^2``;
+sums of quadratics are quadratic, so the memory is two vectors whatever the number of tasks.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from curvlab.learners.base import Learner
+from curvlab.learners.population import Population
+from curvlab.learners.sample_gradients import mlp_factors, sample_gradients
+from curvlab.learners.seeds import derived_generator
+from curvlab.learners.stacked import PlainMLP, StackedMLP
+from curvlab.tasks.samples import Samples, subset
+
+Labels = Literal["model", "true"]
+
+
+class EWC(Learner):
+    """Elastic weight consolidation.
+
+    Args:
+        strength: Weight of the penalty. A step is stable while ``lr * strength * max F < 2``.
+        samples: Training samples, drawn per seed, for the Fisher of a task.
+        labels: ``"model"`` is the Fisher itself, the expectation over the model's own
+            predictions; ``"true"`` uses the data's labels (the "empirical Fisher").
+    """
+
+    def __init__(
+        self, strength: float = 100.0, *, samples: int = 1000, labels: Labels = "model"
+    ) -> None:
+        super().__init__()
+        if strength < 0.0 or samples < 1:
+            raise ValueError(
+                f"strength= must be at least 0 and samples= at least 1; got {strength}, {samples}"
+            )
+        if labels not in ("model", "true"):
+            raise ValueError(f"labels= must be 'model' or 'true'; got {labels!r}")
+        self.strength, self.samples, self.labels = strength, samples, labels
+        self._importance: Tensor | None = None  # sum of F_o, (S, P)
+        self._pull: Tensor | None = None  # sum of F_o w_o, (S, P)
+
+    def transform_(self, population: Population) -> None:
+        if self._importance is not None and self._pull is not None:
+            gradients = population.gradients
+            gradients.addcmul_(self._importance, population.parameters, value=self.strength)
+            gradients.sub_(self._pull, alpha=self.strength)
+
+    def after_task(self, population: Population, task: int, samples: Samples) -> None:
+        fishers = []
+        for s, seed in enumerate(population.seeds):
+            chosen = subset(
+                samples,
+                min(self.samples, len(samples)),
+                seed=derived_generator(seed, "fisher", task),
+            )
+            fishers.append(diagonal_fisher(population, s, chosen, task, self.labels))
+        fisher = torch.stack(fishers)
+        pull = fisher * population.parameters
+        self._importance = fisher if self._importance is None else self._importance + fisher
+        self._pull = pull if self._pull is None else self._pull + pull
+        size = self._importance.element_size()
+        self.notes.append(
+            {
+                "memory_bytes": 2 * population.n * size,
+                "largest_importance": self._importance.amax(1).tolist(),
+            }
+        )
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "learner": "EWC",
+            "strength": self.strength,
+            "samples": self.samples,
+            "labels": self.labels,
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        if self._importance is None or self._pull is None:
+            return {}
+        return {"importance": self._importance, "pull": self._pull}
+
+    def load_state(self, population: Population, tensors: dict[str, Tensor]) -> None:
+        if tensors:
+            self._importance = tensors["importance"].to(population.device)
+            self._pull = tensors["pull"].to(population.device)
+
+
+@torch.no_grad()
+def diagonal_fisher(
+    population: Population, s: int, samples: Samples, task: int, labels: Labels = "model"
+) -> Tensor:
+    """Mean over samples of the squared gradients of the log-likelihood, ``(P,)``.
+
+    Args:
+        population: Run ``s`` of it, at its present parameters, in eval mode.
+        s: Which run.
+        samples: To average over.
+        task: Their task's index.
+        labels: As in :class:`EWC`.
+    """
+    logits = population.logits(samples.inputs, task)[s]
+    probabilities = logits.softmax(1)
+    classes = logits.shape[1]
+    every = torch.eye(classes, dtype=logits.dtype, device=logits.device)
+    if labels == "true":
+        signals = one_hot(samples.targets, classes).to(logits.dtype).unsqueeze(1)
+        weights = torch.ones_like(probabilities[:, :1])
+    else:
+        signals = every.expand(len(samples), -1, -1)
+        weights = probabilities
+    signals = signals - probabilities.unsqueeze(1)  # d log p_c / d logits = e_c - p
+    total = torch.zeros(population.n, dtype=torch.float64, device=population.device)
+    if isinstance(population, StackedMLP):
+        _add_mlp_squares_(
+            total, population.form, population.parameters[s], samples.inputs, signals, weights
+        )
+    else:
+        for k in range(signals.shape[1]):
+            start = 0
+            for rows in sample_gradients(population, s, samples.inputs, signals[:, k], task):
+                weight = weights[start : start + len(rows), k].double()
+                total += weight @ rows.double().square_()
+                start += len(rows)
+    return (total / len(samples)).to(population.dtype)
+
+
+def _add_mlp_squares_(
+    total: Tensor,
+    form: PlainMLP,
+    parameters: Tensor,
+    inputs: Tensor,
+    signals: Tensor,
+    weights: Tensor,
+) -> None:
+    """The square of an outer product is the outer product of squares: no rows are built."""
+    factors = mlp_factors(form, parameters, inputs, signals)
+    for layer, came_in, came_back in zip(form.layers, factors.inputs, factors.signals, strict=True):
+        squares = (came_back.double().square() * weights.double().unsqueeze(2)).sum(1)
+        layer.weight_of(total).add_(squares.T @ came_in.double().square())
+        bias = layer.bias_of(total)
+        if bias is not None:
+            bias.add_(squares.sum(0))

@@ -1,0 +1,224 @@
+"""GPM: gradients of a layer lose what lies in the span of that layer's past inputs.
+
+If an update ``D`` of a layer's weights has ``D x = 0`` for every stored input ``x``, the layer
+sends the same outputs on, so the next layer sees the same inputs, and so on to the logits: they
+are frozen for any step size, not only to second order, and no block structure of the Hessian is
+needed (the paper's corollary assumes both). Two things break the chain and are refused: biases
+left free (they shift every output; as weights of a constant input they are covered) and running
+statistics of BatchNorm (they move the inputs of the next layer without any gradient).
+
+Orientation: PyTorch's weights are (out, in), so the projection multiplies from the right; the
+paper writes (in, out).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from curvlab.learners.base import Learner
+from curvlab.learners.layer_inputs import InputLayer, input_layers, triangular_inputs
+from curvlab.learners.population import Population
+from curvlab.learners.seeds import derived_generator
+from curvlab.tasks.samples import Samples, subset
+
+Threshold = float | Sequence[float] | Callable[[int], float]
+
+
+class GPM(Learner):
+    """Gradient projection memory.
+
+    Args:
+        threshold: Share of the energy ``||R||^2`` of a layer's input rows that the memory has to
+            hold after a task (1 - eps of the paper). One number, one per layer, or a function of
+            the task's index (``lambda t: 0.97 + 0.003 * t``).
+        samples: Training samples whose inputs are stored, drawn per seed.
+        bias: ``"refuse"`` takes only models without biases in these layers; ``"augmented"``
+            projects each bias together with its weights, as the weight of a constant input.
+
+    Parameters of other layers (scales and shifts of norms, tokens, positions) are no matrices
+    acting on inputs: they are learned in the first task and frozen afterwards.
+    """
+
+    def __init__(
+        self,
+        threshold: Threshold = 0.99,
+        *,
+        samples: int = 300,
+        bias: Literal["refuse", "augmented"] = "refuse",
+    ) -> None:
+        super().__init__()
+        if bias not in ("refuse", "augmented"):
+            raise ValueError(f"bias= must be 'refuse' or 'augmented'; got {bias!r}")
+        if samples < 1:
+            raise ValueError(f"samples= must be at least 1; got {samples}")
+        self.threshold, self.samples, self.bias = threshold, samples, bias
+        self._layers: list[InputLayer] = []
+        self._frozen: list[slice] = []
+        self._bases: list[list[Tensor]] = []  # [layer][run]: float64 rows (r, width)
+        self._maps: list[Tensor] = []  # [layer]: I - U'U, (S, width, width)
+
+    def before_task(self, population: Population, task: int, samples: Samples) -> None:  # noqa: ARG002
+        if task == 0:
+            self._prepare(population)
+
+    def _prepare(self, population: Population) -> None:
+        _refuse_moving_statistics(population)
+        self._layers = input_layers(population)
+        if not self._layers:
+            raise ValueError(
+                "GPM acts on weights of nn.Linear and nn.Conv2d, and this model has none"
+            )
+        biased = [layer.name for layer in self._layers if layer.bias is not None]
+        if biased and self.bias == "refuse":
+            raise ValueError(
+                f"layers {biased[:4]} have biases, which GPM would leave free: every update of "
+                "theirs changes the outputs on old tasks. Use GPM(bias='augmented'), or a model "
+                "without biases"
+            )
+        covered = {w.start for layer in self._layers for w in (layer.weight, layer.bias) if w}
+        self._frozen = [w for w in population.layout.slices().values() if w.start not in covered]
+        self._bases = [
+            [torch.zeros(0, layer.width, dtype=torch.float64) for _ in population.seeds]
+            for layer in self._layers
+        ]
+        self._thresholds(0)
+
+    def transform_(self, population: Population) -> None:
+        if not self._maps:
+            return
+        gradients = population.gradients
+        for layer, away in zip(self._layers, self._maps, strict=True):
+            shape = (population.size, layer.outputs, layer.inputs)
+            weight = gradients[:, layer.weight].view(shape)
+            if layer.bias is None:
+                weight.copy_(torch.bmm(weight, away))
+            else:
+                bias = gradients[:, layer.bias].unsqueeze(2)
+                projected = torch.bmm(torch.cat([weight, bias], 2), away)
+                weight.copy_(projected[:, :, :-1])
+                bias.copy_(projected[:, :, -1:])
+        for where in self._frozen:
+            gradients[:, where] = 0.0
+
+    def after_task(self, population: Population, task: int, samples: Samples) -> None:
+        thresholds = self._thresholds(task)
+        for s, seed in enumerate(population.seeds):
+            generator = derived_generator(seed, "gpm", task)
+            chosen = subset(samples, min(self.samples, len(samples)), seed=generator)
+            triangles = triangular_inputs(population, s, chosen.inputs, task, self._layers)
+            for bases, triangle, share in zip(self._bases, triangles, thresholds, strict=True):
+                bases[s] = extended_basis(bases[s], triangle.cpu(), share)
+        self._set_maps(population)
+        ranks = [[len(bases[s]) for bases in self._bases] for s in range(population.size)]
+        size = self._maps[0].element_size()
+        self.notes.append(
+            {
+                "ranks": ranks,
+                "widths": {layer.name: layer.width for layer in self._layers},
+                "frozen_parameters": sum(where.stop - where.start for where in self._frozen),
+                "memory_bytes": sum(layer.width**2 for layer in self._layers) * size,
+            }
+        )
+
+    def _thresholds(self, task: int) -> list[float]:
+        if callable(self.threshold):
+            shares = [float(self.threshold(task))] * len(self._layers)
+        elif isinstance(self.threshold, Sequence):
+            shares = [float(share) for share in self.threshold]
+        else:
+            shares = [float(self.threshold)] * len(self._layers)
+        if len(shares) != len(self._layers):
+            raise ValueError(
+                f"threshold= has {len(shares)} entries, but the model has {len(self._layers)} "
+                f"layers: {[layer.name for layer in self._layers]}"
+            )
+        if any(not 0.0 <= share <= 1.0 for share in shares):
+            raise ValueError(f"threshold= is a share of energy, between 0 and 1; got {shares}")
+        return shares
+
+    def _set_maps(self, population: Population) -> None:
+        self._maps = []
+        for layer, bases in zip(self._layers, self._bases, strict=True):
+            identity = torch.eye(layer.width, dtype=torch.float64)
+            away = torch.stack([identity - rows.T @ rows for rows in bases])
+            self._maps.append(away.to(population.device, population.dtype))
+
+    def config(self) -> dict[str, Any]:
+        named = callable(self.threshold)
+        threshold = (
+            [self.threshold(task) for task in range(20)] if callable(self.threshold)
+            else list(self.threshold) if isinstance(self.threshold, Sequence)
+            else self.threshold
+        )  # fmt: skip
+        return {
+            "learner": "GPM",
+            "threshold_by_task" if named else "threshold": threshold,
+            "samples": self.samples,
+            "bias": self.bias,
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            f"{layer.name}/{s}": rows
+            for layer, bases in zip(self._layers, self._bases, strict=True)
+            for s, rows in enumerate(bases)
+        }
+
+    def load_state(self, population: Population, tensors: dict[str, Tensor]) -> None:
+        self._prepare(population)
+        self._bases = [
+            [tensors[f"{layer.name}/{s}"] for s in range(population.size)] for layer in self._layers
+        ]
+        if self.notes:
+            self._set_maps(population)
+
+
+def extended_basis(basis: Tensor, triangle: Tensor, threshold: float) -> Tensor:
+    """Add the fewest directions with which the basis holds ``threshold`` of the rows' energy.
+
+    The share counts the whole energy of the rows: what the basis already holds, plus what is
+    added. The first task follows the same rule (public code stops one direction short there).
+
+    Args:
+        basis: Orthonormal rows ``(r, width)``, float64; ``r`` may be 0.
+        triangle: Any matrix ``(m, width)`` with the Gram matrix of the input rows, float64.
+        threshold: In [0, 1]; 1 keeps every direction that rounding can tell from zero.
+
+    Returns:
+        Orthonormal rows ``(r', width)``, ``r <= r' <= width``; the first ``r`` are ``basis``.
+    """
+    total = float(triangle.square().sum())
+    rest = triangle - (triangle @ basis.T) @ basis
+    rest = rest - (rest @ basis.T) @ basis  # twice is enough
+    _, values, directions = torch.linalg.svd(rest, full_matrices=False)
+    noise = float(torch.finfo(torch.float64).eps) * max(triangle.shape) * total**0.5
+    real = int((values > noise).sum())
+    held = total - float(rest.square().sum())
+    reached = held + values.square().cumsum(0)
+    missing = 0
+    # the sum of all squares may miss the total by rounding, and a threshold of 1 asks for it all
+    if threshold >= 1.0:
+        missing = real
+    elif held < threshold * total:
+        missing = min(int((reached < threshold * total).sum()) + 1, real)
+    missing = min(missing, basis.shape[1] - len(basis))
+    added = directions[:missing]
+    added = added - (added @ basis.T) @ basis
+    return torch.cat([basis, torch.linalg.qr(added.T).Q.T])
+
+
+def _refuse_moving_statistics(population: Population) -> None:
+    policy = population.statistics.policy
+    if policy == "running":
+        raise ValueError(
+            "with batchnorm='running' the statistics go on moving and change what every later "
+            "layer receives, whatever GPM projects: choose batchnorm='freeze' or 'per_task'"
+        )
+    if policy == "untracked":
+        raise ValueError(
+            "BatchNorm without running statistics makes outputs depend on which samples share a "
+            "batch, so stored inputs do not tell what a layer receives later: build the model "
+            "with running statistics (and batchnorm='freeze') or another norm"
+        )
