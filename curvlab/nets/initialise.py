@@ -42,8 +42,11 @@ def build(
     if not dtype.is_floating_point:
         raise TypeError(f"dtype= must be a real floating type; got {dtype}")
     device = torch.get_default_device() if device is None else torch.device(device)
-    with torch.device("meta"):
+    # Nothing is drawn on meta; the fork covers a module that ignores the default device.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
         network = make()
+    if device.type == "meta":
+        return network.to(device=device, dtype=dtype)  # shapes and counts without memory
     network = network.to(torch.float32).to_empty(device="cpu")
     with torch.no_grad():
         for module in network.modules():
@@ -84,9 +87,10 @@ def _fill(module: nn.Module, generator: torch.Generator) -> None:
 
 def normal_(parameter: Tensor, generator: torch.Generator) -> None:
     """Fill with standard normal numbers, in place."""
-    parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    shape = parameter.shape
+    parameter.copy_(torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu"))
 
 
 def _uniform_(parameter: Tensor, bound: float, generator: torch.Generator) -> None:
-    unit = torch.rand(parameter.shape, generator=generator, dtype=torch.float32)
+    unit = torch.rand(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
     parameter.copy_(unit.mul_(2.0 * bound).sub_(bound))
