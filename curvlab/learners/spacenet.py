@@ -1,0 +1,240 @@
+"""SpaceNet: every task trains a sparse set of connections of its own, rewired while it learns.
+
+For each task: pick neurons of every hidden layer among those that no task has reserved; lay a fixed
+number of random connections between the picked neurons of neighbouring layers; train only these. At
+the end of every epoch but the last, drop the least important connections and grow as many between
+the most important neurons. At the end, reserve the most important neurons and freeze the
+connections. The last layer is set up anew for every task and kept per task.
+
+A connection's importance is the sum over steps of |change of weight x gradient|; a neuron's is that
+of its connections. New connections start at zero, so that growing them changes no prediction.
+Biases belong to the first task that picks their neuron.
+
+The published settings for 784-400-400-10 are selected (80, 80), reserved (40, 40), connections
+(10000, 1640, 80), dropped .2, batch 128, 4 epochs, lr .01.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlab.learners.base import Step
+from curvlab.learners.ownership import Ownership
+from curvlab.learners.population import Population
+from curvlab.learners.seeds import derived_generator
+from curvlab.learners.stacked import Linear, plain_mlp
+from curvlab.tasks.samples import Samples
+
+
+class SpaceNet(Ownership):
+    """Sparse training with drop and grow, for plain MLPs.
+
+    Args:
+        selected: Neurons picked per hidden layer.
+        reserved: Of these, how many no later task may pick.
+        connections: Per layer, the last included, how many a task gets.
+        dropped: Fraction of a layer's connections replaced at an epoch's end.
+        isolate: Predict a task with the connections of later tasks left out, which makes the
+            isolation strict. ``False`` is as published: only the last layer is the task's own,
+            and later tasks disturb earlier ones through neurons that were picked but not reserved.
+    """
+
+    def __init__(
+        self,
+        selected: Sequence[int],
+        reserved: Sequence[int],
+        connections: Sequence[int],
+        *,
+        dropped: float = 0.2,
+        isolate: bool = True,
+    ) -> None:
+        super().__init__()
+        if len(selected) != len(reserved) or len(connections) != len(selected) + 1:
+            raise ValueError(
+                "SpaceNet needs selected= and reserved= for each hidden layer and connections= for "
+                f"each layer; got {len(selected)}, {len(reserved)} and {len(connections)}"
+            )
+        if any(not 0 <= r <= s for r, s in zip(reserved, selected, strict=True)):
+            raise ValueError("reserved= cannot exceed selected= in any layer")
+        if not 0.0 <= dropped < 1.0:
+            raise ValueError(f"dropped must be in [0, 1); got {dropped}")
+        self.selected, self.reserved = tuple(selected), tuple(reserved)
+        self.connections, self.dropped, self.isolate = tuple(connections), dropped, isolate
+        self._layers: tuple[Linear, ...] = ()
+        self._picked: list[Tensor] = []  # per hidden layer (S, width): picked by this task
+        self._taken: list[Tensor] = []  # the same: reserved by an earlier one
+        self._importance = torch.zeros(0, 0)
+        self._heads: list[Tensor] = []  # per finished task (S, size of the last layer)
+
+    # ---- the moments ----------------------------------------------------------------------------
+
+    def before_task(self, population: Population, task: int, samples: Samples) -> None:
+        super().before_task(population, task, samples)
+        self._layers = _layers_of(population, self.connections)
+        if task == 0:
+            widths = [layer.outputs for layer in self._layers[:-1]]
+            self._taken = [self._none(population, width) for width in widths]
+            population.parameters.zero_()  # the network starts without connections
+        self._importance = torch.zeros_like(population.parameters)
+        owner = self.owner.clone()
+        for where in _places(self._layers[-1]):
+            owner[:, where] = 0
+            population.parameters[:, where] = 0.0
+        self._picked = [torch.zeros_like(taken) for taken in self._taken]
+        for s in range(population.size):
+            generator = derived_generator(population.seeds[s], "spacenet", task)
+            self._pick(s, task, generator)
+            self._lay(population, s, owner, generator)
+        self.own_(population, owner)
+
+    def after_step(self, population: Population, step: Step) -> None:
+        moved = population.gradients if population.velocity is None else population.velocity
+        self._importance.addcmul_(moved.abs(), population.gradients.abs(), value=step.lr)
+        if step.ends_epoch and step.epoch + 1 < step.epochs:
+            owner = self.owner.clone()
+            for s in range(population.size):
+                for number in range(len(self._layers)):
+                    self._rewire(population, s, number, owner)
+            self.own_(population, owner)
+
+    def after_task(self, population: Population, task: int, samples: Samples) -> None:
+        super().after_task(population, task, samples)
+        for hidden, reserved in enumerate(self.reserved):
+            below, above = self._layers[hidden], self._layers[hidden + 1]
+            incoming = below.weight_of(self._importance).sum(2)
+            outgoing = above.weight_of(self._importance).sum(1)
+            score = (incoming + outgoing).masked_fill(~self._picked[hidden], -1.0)
+            best = score.topk(reserved, dim=1).indices
+            self._taken[hidden] = self._taken[hidden].scatter(1, best, True)
+        head = [population.parameters[:, where] for where in _places(self._layers[-1])]
+        self._heads.append(torch.cat(head, dim=1))
+        self.notes[-1]["reserved"] = [taken.sum(1).tolist() for taken in self._taken]
+
+    def weights_for(self, population: Population, task: int) -> Tensor:
+        if self.isolate:
+            weights = super().weights_for(population, task)
+        else:
+            weights = population.parameters.clone()
+        if task < len(self._heads):
+            start = 0
+            for where in _places(self._layers[-1]):
+                size = where.stop - where.start
+                weights[:, where] = self._heads[task][:, start : start + size]
+                start += size
+        return weights
+
+    # ---- one run --------------------------------------------------------------------------------
+
+    def _pick(self, s: int, task: int, generator: torch.Generator) -> None:
+        for hidden, wanted in enumerate(self.selected):
+            free = (~self._taken[hidden][s]).nonzero().flatten()
+            if len(free) < wanted:
+                raise ValueError(
+                    f"task {task} wants selected={wanted} neurons of hidden layer {hidden}, but "
+                    f"only {len(free)} are not reserved: select or reserve fewer, or widen it"
+                )
+            order = torch.randperm(len(free), generator=generator).to(free.device)
+            self._picked[hidden][s, free[order[:wanted]]] = True
+
+    def _allowed(self, s: int, number: int) -> Tensor:
+        """Where layer ``number`` may have connections of this task, ``(outputs, inputs)``."""
+        layer, last = self._layers[number], len(self._layers) - 1
+        everything = torch.ones(1, dtype=torch.bool, device=self.owner.device)
+        sources = self._picked[number - 1][s] if number > 0 else everything.expand(layer.inputs)
+        targets = self._picked[number][s] if number < last else everything.expand(layer.outputs)
+        return targets[:, None] & sources[None, :]
+
+    def _lay(
+        self, population: Population, s: int, owner: Tensor, generator: torch.Generator
+    ) -> None:
+        for number, (layer, count) in enumerate(zip(self._layers, self.connections, strict=True)):
+            mine = owner[s, layer.weight]
+            places = ((mine == 0) & self._allowed(s, number).flatten()).nonzero().flatten()
+            if len(places) < count:
+                raise ValueError(
+                    f"layer {number} has {len(places)} free places between the picked neurons, "
+                    f"fewer than connections={count}: ask for fewer, or select more neurons"
+                )
+            order = torch.randperm(len(places), generator=generator).to(places.device)
+            chosen = places[order[:count]]
+            mine[chosen] = self.task + 1
+            receivers = self._allowed(s, number).any(1)
+            # He's rule for the mean number of connections into a neuron
+            bound = (6.0 * int(receivers.sum()) / count) ** 0.5
+            drawn = torch.rand(count, generator=generator, dtype=torch.float64) * 2 - 1
+            population.parameters[s, layer.weight][chosen] = (bound * drawn).to(
+                population.parameters
+            )
+            if layer.bias is not None:
+                bias = owner[s, layer.bias]
+                bias[(bias == 0) & receivers] = self.task + 1
+
+    def _rewire(self, population: Population, s: int, number: int, owner: Tensor) -> None:
+        where = self._layers[number].weight
+        mine, importance = owner[s, where], self._importance[s, where]
+        present = mine == self.task + 1
+        places = present.nonzero().flatten()
+        table = self._layers[number].weight_of(self._importance)[s]
+        # neurons' importance before dropping; outer product: most important pairs first
+        score = torch.outer(table.sum(1), table.sum(0)).flatten()
+        open_places = (self._allowed(s, number).flatten() & (mine == 0)).nonzero().flatten()
+        count = min(int(self.dropped * len(places)), len(open_places))
+        weakest = places[importance[places].argsort(stable=True)[:count]]
+        order = score[open_places].argsort(descending=True, stable=True)
+        grown = open_places[order[:count]]  # chosen before the drop: none comes straight back
+        mine[weakest], mine[grown] = 0, self.task + 1
+        population.parameters[s, where][weakest] = 0.0
+        importance[weakest] = 0.0
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "selected": list(self.selected),
+            "reserved": list(self.reserved),
+            "connections": list(self.connections),
+            "dropped": self.dropped,
+            "isolate": self.isolate,
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = {**super().state(), "importance": self._importance}
+        tensors |= {f"picked/{i}": value for i, value in enumerate(self._picked)}
+        tensors |= {f"taken/{i}": value for i, value in enumerate(self._taken)}
+        return tensors | {f"heads/{i}": value for i, value in enumerate(self._heads)}
+
+    def load_state(self, population: Population, tensors: dict[str, Tensor]) -> None:
+        super().load_state(population, tensors)
+        self._layers = _layers_of(population, self.connections)
+        self._importance = tensors["importance"].to(population.parameters)
+
+        def series(name: str) -> list[Tensor]:
+            count = sum(key.startswith(f"{name}/") for key in tensors)
+            return [tensors[f"{name}/{i}"].to(population.device) for i in range(count)]
+
+        self._picked, self._taken = series("picked"), series("taken")
+        self._heads = series("heads")
+
+    @staticmethod
+    def _none(population: Population, width: int) -> Tensor:
+        return torch.zeros(population.size, width, dtype=torch.bool, device=population.device)
+
+
+def _places(layer: Linear) -> list[slice]:
+    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+
+
+def _layers_of(population: Population, connections: Sequence[int]) -> tuple[Linear, ...]:
+    form = plain_mlp(population.models[0])
+    if form is None:
+        raise ValueError(
+            "SpaceNet allocates neurons of a plain MLP (curvlab.nets.mlp); this model is another"
+        )
+    if len(form.layers) != len(connections):
+        raise ValueError(
+            f"connections= has {len(connections)} numbers for a model of {len(form.layers)} layers"
+        )
+    return form.layers
