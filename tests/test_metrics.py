@@ -17,13 +17,16 @@ from curvlab.metrics import (
     block_diagonality,
     current_accuracy,
     distances,
+    effective_rank,
     expand,
     layer_labels,
     loss_forgetting,
+    numerical_rank,
     old_pairs,
     perturb,
     previous_pairs,
     spectral_similarity,
+    spectrum_above,
 )
 from curvlab.parameters import layout_of, select_parameters
 
@@ -370,6 +373,61 @@ def test_a_point_whose_loss_is_not_finite_is_refused(generator):
         perturb(lambda x: x.sum() / 0, torch.ones(3), torch.eye(3), generator=generator)
     with pytest.raises(ValueError, match=r"directions \(k, n\)"):
         perturb(lambda x: x.sum(), torch.ones(3), torch.eye(4), generator=generator)
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def with_spectrum(values, generator):
+    n = len(values)
+    basis = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
+    return basis @ torch.diag(values) @ basis.T
+
+
+def decaying(n, rank):
+    values = torch.zeros(n, dtype=torch.float64)
+    signs = torch.tensor([1.0, -1.0, 1.0]).repeat(n)[:rank]
+    values[:rank] = 10.0 * signs * 0.8 ** torch.arange(rank)
+    return values
+
+
+@pytest.mark.parametrize(("threshold", "relative"), [(1.0, False), (0.1, True), (1e-2, True)])
+def test_the_outer_spectrum_gives_the_rank_of_the_whole(threshold, relative, generator):
+    values = decaying(150, 60)
+    expected = effective_rank(values, threshold, relative=relative)
+    matrix = Dense(with_spectrum(values, generator))
+    found = spectrum_above(matrix, threshold, relative=relative, first=4, tol=1e-6)
+    assert found.reached
+    assert found.complete
+    assert effective_rank(found.values, threshold, relative=relative) == expected
+    assert found.values.abs().diff().max() <= 0
+    kept = values[values.abs().argsort(descending=True)][:expected]
+    torch.testing.assert_close(found.values[:expected], kept, rtol=1e-6, atol=0)
+    assert 0 < found.products <= matrix.products
+
+
+def test_a_rank_that_was_not_reached_is_called_a_lower_bound(generator):
+    found = spectrum_above(Dense(with_spectrum(decaying(150, 60), generator)), 1e-3, most=10)
+    assert not found.reached
+    assert len(found.values) == 10
+
+
+def test_a_matrix_of_low_rank_ends_at_its_zeros(generator):
+    values = decaying(80, 12)
+    found = spectrum_above(Dense(with_spectrum(values, generator)), 0.0, first=16)
+    assert found.reached
+    assert effective_rank(found.values, 1e-9) == 12
+
+
+def test_numerical_rank_depends_on_the_precision_of_the_matrix(generator):
+    values = torch.linalg.eigvalsh(with_spectrum(decaying(40, 7), generator))
+    assert numerical_rank(values) == 7
+    values[values.abs().argmin()] = -1e-5  # above float64 rounding, below float32's
+    assert numerical_rank(values) == 8
+    assert numerical_rank(values, torch.float32) == 7
+    assert effective_rank(torch.zeros(0), 1.0, relative=True) == 0
+    with pytest.raises(ValueError, match="0 or more"):
+        effective_rank(values, -1.0)
 
 
 # ---- on a network --------------------------------------------------------------------------------

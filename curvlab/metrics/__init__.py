@@ -14,6 +14,7 @@ from curvlab.metrics.forgetting import (
 )
 from curvlab.metrics.perturbation import RADII, Perturbation, perturb
 from curvlab.metrics.quadratic import Expansion, distances, expand
+from curvlab.metrics.rank import Spectrum, effective_rank, numerical_rank, spectrum_above
 from curvlab.metrics.structure import (
     Estimate,
     block_diagonality,
@@ -28,6 +29,7 @@ __all__ = [
     "Expansion",
     "Norm",
     "Perturbation",
+    "Spectrum",
     "accuracy_forgetting",
     "average_accuracy",
     "average_forgetting",
@@ -35,11 +37,14 @@ __all__ = [
     "block_diagonality",
     "current_accuracy",
     "distances",
+    "effective_rank",
     "expand",
     "layer_labels",
     "loss_forgetting",
+    "numerical_rank",
     "old_pairs",
     "perturb",
     "previous_pairs",
     "spectral_similarity",
+    "spectrum_above",
 ]

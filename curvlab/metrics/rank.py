@@ -1,0 +1,111 @@
+"""Rank and effective rank of a Hessian, from a dense spectrum or from its outer part alone.
+
+The paper plots "effective rank for various lambda" without saying what lambda is compared with:
+here an eigenvalue counts where its magnitude exceeds ``threshold`` itself, or ``threshold`` times
+the largest magnitude with ``relative=True``. Report which.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvlab.eigen import lanczos
+from curvlab.probe import LinearOperator
+
+
+@dataclass(frozen=True, slots=True)
+class Spectrum:
+    """Eigenvalues from the largest magnitude down, and whether they are all above a threshold.
+
+    Attributes:
+        values: ``(k,)``, float64, in order of falling magnitude.
+        residuals: ``(k,)``: each value is within its residual of a true one.
+        reached: Whether the threshold was passed. If not, counts are lower bounds.
+        complete: Whether no eigenvalue is missing between these (certified by the solver).
+        products: Operator products spent.
+    """
+
+    values: Tensor
+    residuals: Tensor
+    reached: bool
+    complete: bool
+    products: int
+
+
+def effective_rank(values: Tensor, threshold: float, *, relative: bool = False) -> int:
+    """How many of ``values`` ``(k,)`` exceed the threshold in magnitude.
+
+    Args:
+        values: Eigenvalues; at least all those above the threshold (:func:`spectrum_above`).
+        threshold: lambda.
+        relative: Whether it multiplies the largest magnitude.
+    """
+    if threshold < 0.0:
+        raise ValueError(f"threshold must be 0 or more; got {threshold}")
+    magnitudes = values.detach().abs()
+    if relative and len(magnitudes):
+        threshold = threshold * float(magnitudes.max())
+    return int((magnitudes > threshold).sum())
+
+
+def numerical_rank(values: Tensor, dtype: torch.dtype | None = None) -> int:
+    """Rank to rounding: magnitudes above n * eps * the largest.
+
+    Args:
+        values: All n eigenvalues.
+        dtype: The precision in which the matrix was computed, if coarser than that of ``values``.
+    """
+    eps = float(torch.finfo(values.dtype if dtype is None else dtype).eps)
+    return effective_rank(values, len(values) * eps, relative=True)
+
+
+def spectrum_above(
+    operator: LinearOperator,
+    threshold: float,
+    *,
+    relative: bool = False,
+    first: int = 32,
+    most: int = 512,
+    tol: float = 1e-3,
+    seed: int = 0,
+) -> Spectrum:
+    """All eigenvalues of magnitude above ``threshold``, by Lanczos in growing batches.
+
+    Each batch deflates the vectors found before it, so nothing is computed twice; they take
+    ``k * n`` numbers.
+
+    Args:
+        operator: Symmetric, e.g. the average Hessian of past tasks.
+        threshold: Where to stop.
+        relative: Whether it multiplies the largest magnitude.
+        first: Pairs in the first batch; each later one doubles it.
+        most: Pairs after which to give up; the result then says ``reached=False``.
+        tol: Residuals, relative to each value.
+    """
+    if threshold < 0.0 or first < 1 or most < 1:
+        raise ValueError(
+            "spectrum_above needs threshold >= 0, first >= 1 and most >= 1; "
+            f"got {threshold}, {first}, {most}"
+        )
+    values, residuals, vectors = torch.zeros(0).double(), torch.zeros(0).double(), None
+    products, complete, batch = 0, True, first
+    while True:
+        room = min(most, operator.n) - len(values)
+        pairs = lanczos(
+            operator, min(batch, room), tol=tol, deflate=vectors, seed=seed, progress=False
+        )
+        products += pairs.matvecs
+        complete = complete and pairs.complete
+        values = torch.cat([values, pairs.values.cpu()])
+        residuals = torch.cat([residuals, pairs.residuals.cpu()])
+        vectors = pairs.vectors if vectors is None else torch.cat([vectors, pairs.vectors])
+        limit = threshold * float(values.abs().max()) if relative else threshold
+        smallest = float(pairs.values.abs().min())
+        reached = smallest <= max(limit, pairs.floor) or len(values) >= operator.n
+        stuck = not bool(pairs.converged.all())
+        if reached or stuck or len(values) >= most:
+            break
+        batch *= 2
+    order = values.abs().argsort(descending=True)
+    return Spectrum(values[order], residuals[order], reached, complete and not stuck, products)
