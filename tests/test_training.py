@@ -259,7 +259,7 @@ def test_learners_see_every_step_and_its_place():
     seen = []
 
     class Watch(Learner):
-        def after_step(self, population, step):
+        def after_step(self, population, step):  # noqa: ARG002
             seen.append(step)
 
     schedule = Schedule(0.1, 0.01, epochs=2, epochs_later=1)
