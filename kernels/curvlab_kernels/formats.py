@@ -38,7 +38,7 @@ def quantise(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
     codes = codes.clamp(-LEVELS[dtype], LEVELS[dtype])
     if dtype == torch.int8:
         codes = codes.round()
-    rows.copy_(codes.view(m, -1)[:, :ld])
+    rows.copy_(codes.view(m, blocks * BLOCK)[:, :ld])
     return rows, scales
 
 

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
-import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 TILE = 8192  # columns: the vector's tile stays in the first-level cache while the rows pass by
 BLOCK = 64  # columns that share a scale
@@ -47,44 +46,24 @@ def compiled(function: Function) -> Function:
         return compile_with(cache=False)
 
 
-def _float16_value(_context: Any, _code: Any) -> Any:
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+def _value(_context: Any, code: Any) -> Any:
+    """The number behind a stored code: int16 carries float16 bits, uint16 bfloat16 bits."""
+
+    def float16(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         half = builder.bitcast(arguments[0], ir.HalfType())
         return builder.fpext(half, ir.FloatType())
 
-    return types.float32(types.int16), generate
-
-
-def _bfloat16_value(_context: Any, _code: Any) -> Any:
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    def bfloat16(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         # A bfloat16 is the upper half of a float32.
         wide = builder.zext(arguments[0], ir.IntType(32))
         wide = builder.shl(wide, ir.Constant(ir.IntType(32), 16))
         return builder.bitcast(wide, ir.FloatType())
 
-    return types.float32(types.uint16), generate
+    generate = {types.int16: float16, types.uint16: bfloat16}[code]
+    return types.float32(code), generate
 
 
-_float16: Any = intrinsic(_float16_value)
-_bfloat16: Any = intrinsic(_bfloat16_value)
-
-
-def value(code: Any) -> Any:
-    """The number behind a stored code: int16 carries float16 bits, uint16 bfloat16 bits."""
-    raise TypeError(f"value is for compiled code only; got {code!r}")
-
-
-def _value(code: Any) -> Any:
-    if code == types.int16:
-        return lambda code: _float16(code)
-    if code == types.uint16:
-        return lambda code: _bfloat16(code)
-    if code == types.int8:
-        return lambda code: np.float32(code)
-    return lambda code: code
-
-
-overload(value, inline="always")(_value)
+value: Any = intrinsic(_value)
 
 
 def _accumulate(

@@ -37,12 +37,11 @@ def accumulate(
         return
     if rows.dtype == vectors.dtype:
         columns = rows[:, first : first + vectors.shape[-1]]
-        parts = [
-            torch.mv(part, piece) if piece.dim() == 1 else piece @ part.T
-            for part, piece in zip(
-                torch.split(columns, CHUNK, 1), torch.split(vectors, CHUNK, -1), strict=True
-            )
-        ]
+        if vectors.shape[-1] <= CHUNK:
+            total += vectors @ columns.T
+            return
+        pairs = zip(torch.split(columns, CHUNK, 1), torch.split(vectors, CHUNK, -1), strict=True)
+        parts = [piece @ part.T for part, piece in pairs]
         total += torch.stack(parts).sum(0, dtype=torch.float64)
     elif (loops := _loops(rows, vectors)) is not None:
         _accumulate_compiled(loops, rows, scales, first, vectors, total)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from curvlab_kernels._cpu.products import accumulate, subtract
 from curvlab_kernels.algebra import solve
+from curvlab_kernels.formats import CHUNK
 
 SMALL = 1 << 15  # elements: tensors below it are gathered, for a call costs more than their copy
 
@@ -30,9 +31,23 @@ def project_(
     rows: Tensor, vectors: Tensor, factor: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
     """See :func:`curvlab_kernels.reference.project_`."""
+    if rows.dtype == vectors.dtype and factor is None and 0 < vectors.numel() <= CHUNK:
+        return _project_short_(rows, vectors)
     removed = solve(factor, coefficients(rows, vectors, scales))
     subtract(rows, scales, 0, removed, vectors)
     return removed
+
+
+def _project_short_(rows: Tensor, vectors: Tensor) -> Tensor:
+    """:func:`project_` in one chunk: for a small model the calls cost more than the arithmetic."""
+    columns = rows if rows.shape[1] == vectors.shape[-1] else rows[:, : vectors.shape[-1]]
+    if vectors.dim() == 1:
+        removed = torch.mv(columns, vectors)
+        vectors.addmv_(columns.T, removed, alpha=-1)
+    else:
+        removed = vectors @ columns.T
+        vectors.addmm_(removed, columns, alpha=-1)
+    return removed.double()
 
 
 def project_list_(
@@ -42,6 +57,12 @@ def project_list_(
     scales: Tensor | None = None,
 ) -> Tensor:
     """See :func:`curvlab_kernels.reference.project_list_`."""
+    if sum([tensor.numel() for tensor in tensors]) <= CHUNK:
+        everything = Group(0, slice(0, len(tensors)), in_place=False)
+        vector = flat(everything, tensors)
+        removed = project_(rows, vector, factor, scales)
+        scatter(everything, vector, tensors)
+        return removed
     total = rows.new_zeros(rows.shape[0], dtype=torch.float64)
     pieces = [(group, flat(group, tensors)) for group in groups(tensors)]
     for group, piece in pieces:
@@ -82,15 +103,15 @@ def groups(*lists: Sequence[Tensor]) -> list[Group]:
 def flat(group: Group, tensors: Sequence[Tensor]) -> Tensor:
     """The group's piece ``(k,)``: a view of the tensor if ``in_place``, else a copy."""
     if group.in_place:
-        alone: Tensor = tensors[group.members.start].detach()
+        alone: Tensor = tensors[group.members.start]
         return alone.view(-1)
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors[group.members]])
+    return torch.cat([tensor.reshape(-1) for tensor in tensors[group.members]])
 
 
 def scatter(group: Group, piece: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy a changed piece back into the tensors it was copied from."""
     if not group.in_place:
-        targets = [tensor.detach() for tensor in tensors[group.members]]
-        parts = torch.split(piece, [target.numel() for target in targets])
+        targets = list(tensors[group.members])
+        parts = torch.split_with_sizes(piece, [target.numel() for target in targets])
         shaped = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
         torch._foreach_copy_(targets, shaped)

@@ -1,0 +1,135 @@
+"""What the kernels need of their arguments, said once and in words."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from curvlab_kernels.formats import BLOCK, LEVELS, PADDING
+
+STORAGE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, *LEVELS)
+WORKING = (torch.float32, torch.float64)
+
+
+def check_basis(rows: Tensor, factor: Tensor | None, scales: Tensor | None) -> None:
+    """``rows`` ``(m, ld)``, with the scales their dtype needs and a Gram factor that fits."""
+    if rows.dim() != 2 or rows.shape[1] % PADDING or not rows.is_contiguous():
+        raise ValueError(
+            f"rows must be contiguous, of shape (m, ld) with ld a multiple of {PADDING} (pad with "
+            f"zeros: padded(n) gives ld); got {tuple(rows.shape)}, strides {rows.stride()}"
+        )
+    if rows.dtype not in STORAGE:
+        raise TypeError(f"rows must be one of {_names(STORAGE)}; got {rows.dtype}")
+    if rows.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"there are kernels for cpu and cuda; rows are on {rows.device}")
+    m, ld = rows.shape
+    if rows.dtype in LEVELS:
+        if scales is None:
+            raise ValueError(f"{rows.dtype} rows need the scales that quantise returned with them")
+        blocks = -(-ld // BLOCK)
+        if scales.shape != (m, blocks) or scales.dtype != torch.float32:
+            raise ValueError(
+                f"scales of {m} rows of {ld} elements are float32 of shape ({m}, {blocks}); got "
+                f"{scales.dtype}, {tuple(scales.shape)}"
+            )
+        if not scales.is_contiguous() or scales.device != rows.device:
+            raise ValueError(f"scales must be contiguous and on {rows.device}, as rows are")
+    elif scales is not None:
+        raise ValueError(f"{rows.dtype} rows have no scales; pass scales=None")
+    if factor is not None and (
+        factor.shape != (m, m) or factor.dtype != torch.float64 or factor.device != rows.device
+    ):
+        raise ValueError(
+            f"factor must be the float64 Cholesky factor ({m}, {m}) of the rows' Gram matrix on "
+            f"{rows.device}; got {factor.dtype}, {tuple(factor.shape)} on {factor.device}"
+        )
+
+
+def check_vectors(rows: Tensor, vectors: Tensor) -> None:
+    """``vectors`` ``(n,)`` or ``(b, n)`` of a working dtype, on the rows' device, ``n <= ld``."""
+    if vectors.dim() not in (1, 2) or vectors.shape[-1] > rows.shape[1]:
+        raise ValueError(
+            f"vectors must be (n,) or (b, n) with n at most the rows' length {rows.shape[1]}; got "
+            f"{tuple(vectors.shape)}"
+        )
+    _check_working(rows, vectors, "vectors")
+
+
+def check_in_place(vectors: Tensor) -> None:
+    """Contiguous memory that autograd does not watch."""
+    if not vectors.is_contiguous():
+        raise ValueError(
+            f"a vector that changes in place must be contiguous; got strides {vectors.stride()} "
+            f"for shape {tuple(vectors.shape)}"
+        )
+    if vectors.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "a tensor that requires a gradient cannot change in place: call within "
+            "torch.no_grad(), or use the functional project or project_list"
+        )
+
+
+def check_list(rows: Tensor, tensors: Sequence[Tensor], name: str, in_place: bool) -> None:
+    """Tensors of any shapes that together have at most the rows' length."""
+    total = 0
+    for index, tensor in enumerate(tensors):
+        _check_working(rows, tensor, f"{name}[{index}]")
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(
+                f"{name} must share one dtype; {name}[0] is {tensors[0].dtype} and "
+                f"{name}[{index}] is {tensor.dtype}"
+            )
+        if in_place and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}[{index}] requires a gradient: call within torch.no_grad()")
+        total += tensor.numel()
+    if total > rows.shape[1]:
+        raise ValueError(
+            f"{name} have {total} elements together, more than the rows' length {rows.shape[1]}"
+        )
+
+
+def check_same_shapes(first: Sequence[Tensor], second: Sequence[Tensor], names: str) -> None:
+    """Two lists, tensor by tensor of one shape."""
+    if [tensor.shape for tensor in first] != [tensor.shape for tensor in second]:
+        raise ValueError(
+            f"{names} must agree in number and shapes; got {[tuple(t.shape) for t in first]} and "
+            f"{[tuple(t.shape) for t in second]}"
+        )
+
+
+def check_orthonormal(rows: Tensor, vectors: Tensor, dimensions: int) -> None:
+    """Rows of the vectors' own float dtype: Gram-Schmidt cannot work against rounded ones."""
+    check_basis(rows, None, None)
+    check_vectors(rows, vectors)
+    check_in_place(vectors)
+    if rows.dtype != vectors.dtype:
+        raise TypeError(
+            f"Gram-Schmidt needs rows of the vectors' dtype; got {rows.dtype} and {vectors.dtype}"
+        )
+    if vectors.dim() != dimensions:
+        raise ValueError(f"expected {dimensions} dimension(s); got {tuple(vectors.shape)}")
+
+
+def check_coefficients(rows: Tensor, coefficients: Tensor, lead: torch.Size) -> None:
+    """``coefficients`` float64, one per row, for every vector."""
+    needed = (*lead, rows.shape[0])
+    if coefficients.shape != needed or coefficients.dtype != torch.float64:
+        raise ValueError(
+            f"coefficients must be float64 of shape {needed}; got {coefficients.dtype}, "
+            f"{tuple(coefficients.shape)}"
+        )
+    if coefficients.device != rows.device:
+        raise ValueError(f"coefficients are on {coefficients.device}, rows on {rows.device}")
+
+
+def _check_working(rows: Tensor, tensor: Tensor, name: str) -> None:
+    if tensor.dtype not in WORKING:
+        raise TypeError(f"{name} must be float32 or float64; got {tensor.dtype}")
+    if rows.dtype == torch.float64 and tensor.dtype != torch.float64:
+        raise TypeError(f"float64 rows need float64 {name}; got {tensor.dtype}")
+    if tensor.device != rows.device:
+        raise ValueError(f"{name} on {tensor.device}, rows on {rows.device}: move one")
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
