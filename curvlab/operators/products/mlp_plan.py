@@ -159,12 +159,13 @@ def recognise(
     """
     output_loss = _output_loss(loss)
     modules = _plain_modules(model)
-    if output_loss is None or modules is None or not _unshared(model):
+    if output_loss is None or modules is None or _parameters_hooked(model):
         return None
     flatten = bool(modules) and _flattens(modules[0][1])
     layers = _layers(modules[1:] if flatten else modules, _slices(parameters))
     if not layers:
         return None
+    # A parameter or layer used twice appears under one name in `everything`, under two in `used`.
     used = {layer.weight for layer in layers} | {layer.bias for layer in layers}
     everything = dict(model.named_parameters())
     if used - {None} != set(everything) or not _in_order(parameters, everything):
@@ -237,14 +238,9 @@ def _hooked_globally() -> bool:
     return any(getattr(module_hooks, f"_global_{name}") for name in names)
 
 
-def _unshared(model: nn.Module) -> bool:
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    modules = list(model.named_modules(remove_duplicate=False))
-    distinct = len({id(p) for _, p in parameters}) == len(parameters)
-    # A parameter's own hooks change what autograd.grad returns for it.
-    unhooked = not any(p._backward_hooks for _, p in parameters)
-    linear = [m for _, m in modules if isinstance(m, nn.Linear)]
-    return distinct and unhooked and len({id(m) for m in linear}) == len(linear)
+def _parameters_hooked(model: nn.Module) -> bool:
+    """A parameter's own hook changes what ``autograd.grad`` returns for it."""
+    return any(parameter._backward_hooks for parameter in model.parameters())
 
 
 def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, slice]:
