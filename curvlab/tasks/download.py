@@ -89,8 +89,8 @@ def _receiver(url: str, file: Published, timeout: float) -> Callable[[str], None
 
 def _blocks(url: str, timeout: float) -> Iterator[bytes]:
     """The answer in pieces; every fault of the network is a :class:`DataError` naming ``url``."""
-    request = Request(url, headers={"User-Agent": "curvlab"})
     try:
+        request = Request(url, headers={"User-Agent": "curvlab"})
         with urlopen(request, timeout=timeout) as answer:
             expected = answer.headers.get("Content-Length")
             received = 0

@@ -26,17 +26,14 @@ def resampling_matrix(size: int, side: int, degrees: float) -> Tensor:
     if not math.isfinite(degrees):
         raise ValueError(f"angles must be finite numbers of degrees; got {degrees}")
     middle = (size - 1) / 2
-    row, column = torch.meshgrid(
-        torch.arange(size, dtype=torch.float64) - middle,
-        torch.arange(size, dtype=torch.float64) - middle,
-        indexing="ij",
-    )
+    offsets = torch.arange(size, dtype=torch.float64, device="cpu") - middle
+    row, column = torch.meshgrid(offsets, offsets, indexing="ij")
     cosine, sine = _cos_sin(degrees)
     # where each rotated pixel comes from; rows grow downwards
     source_row = (sine * column + cosine * row + middle).flatten()
     source_column = (cosine * column - sine * row + middle).flatten()
-    matrix = torch.zeros(size * size, size * size, dtype=torch.float64)
-    target = torch.arange(size * size)
+    matrix = torch.zeros(size * size, size * size, dtype=torch.float64, device="cpu")
+    target = torch.arange(size * size, device="cpu")
     for step_row in (0, 1):
         for step_column in (0, 1):
             near_row, near_column = (

@@ -105,9 +105,10 @@ def permuted_mnist(
     [test] = _turned(data.test_images, [0.0], side, normalise)
     stream = []
     for index in range(tasks):
-        order = torch.arange(side * side)
+        order = torch.arange(side * side, device="cpu")
         if index > 0:
-            order = torch.randperm(side * side, generator=generator)
+            order = torch.randperm(side * side, generator=generator, device="cpu")
+        order = order.to(train.device)
         stream.append(
             Task(
                 f"permutation {index}",
@@ -206,7 +207,7 @@ def _normalised(inputs: Tensor, normalise: Normalisation | None) -> Tensor:
     """``inputs`` ``(N, C, ...)`` less the mean and over the deviation of each channel, in place."""
     if normalise is None:
         return inputs
-    mean, deviation = (torch.as_tensor(list(figures)) for figures in normalise)
+    mean, deviation = (torch.tensor(list(figures), device=inputs.device) for figures in normalise)
     if (
         mean.shape != deviation.shape
         or mean.shape != inputs.shape[1:2]

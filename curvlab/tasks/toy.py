@@ -45,14 +45,15 @@ def toy_challenge(
     generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
 
     def draw(count: int, centre: tuple[float, float], degrees: float) -> Samples:
-        targets = (torch.arange(count) % 2)[torch.randperm(count, generator=generator)]
+        targets = torch.randperm(count, generator=generator, device="cpu") % 2
         angle = math.radians(degrees)
-        direction = torch.tensor([math.cos(angle), math.sin(angle)], dtype=torch.float64)
-        noise = torch.randn(count, 2, generator=generator, dtype=torch.float64) * spread
-        middles = torch.tensor(centre, dtype=torch.float64) + torch.outer(
-            (targets - 0.5) * distance, direction
+        side = (targets - 0.5).double() * distance
+        points = spread * torch.randn(
+            count, 2, generator=generator, dtype=torch.float64, device="cpu"
         )
-        return Samples((middles + noise).float(), targets)
+        points[:, 0] += centre[0] + side * math.cos(angle)
+        points[:, 1] += centre[1] + side * math.sin(angle)
+        return Samples(points.float(), targets)
 
     return [
         Task(name, draw(samples, centre, degrees), draw(test, centre, degrees), classes=2)

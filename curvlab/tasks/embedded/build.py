@@ -36,7 +36,9 @@ def spread(labels: Tensor, per_class: int, classes: int) -> Tensor:
         members = (labels == label).nonzero().flatten()
         if len(members) < per_class:
             raise DataError(f"class {label} has {len(members)} images; {per_class} are needed")
-        chosen.append(members[torch.arange(per_class) * len(members) // per_class])
+        chosen.append(
+            members[torch.arange(per_class, device=labels.device) * len(members) // per_class]
+        )
     return torch.cat(chosen).sort().values
 
 

@@ -1,9 +1,9 @@
 """CIFAR's python batches, read without trusting them.
 
-The published files are pickles, and a pickle is a program. Here it runs against a closed list: the
-four names a pickled array of bytes refers to, each replaced by a stand-in of this module, so that
-not even numpy's own constructors run on what the file says. Any other name is refused before
-anything is called.
+The published files are pickles, and a pickle is a program. Here it runs against two closed lists:
+the opcodes that build lists, dicts, strings and integers, and the four names a pickled array of
+bytes refers to, each replaced by a stand-in of this module, so that not even numpy's own
+constructors run on what the file says. Anything else is refused before it is called.
 """
 
 import io
@@ -13,7 +13,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -43,6 +43,8 @@ def read_cifar_batch(
                 f"{sorted(map(str, batch))}"
             )
     images = image_tensor(batch["data"], f"{where}: 'data'", (3072,)).view(-1, 3, 32, 32)
+    if not isinstance(batch[key], list) or not all(type(label) is int for label in batch[key]):
+        raise DataError(f"{where}: {key!r} must be a list of integers")
     labels = label_tensor(batch[key], f"{where}: {key!r}", classes)
     if len(images) != len(labels):
         raise DataError(f"{where}: {len(images)} images but {len(labels)} labels")
@@ -136,7 +138,23 @@ _GLOBALS: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-class _BatchUnpickler(pickle.Unpickler):
+_OPCODES = (
+    pickle.PROTO + pickle.STOP + pickle.MARK + pickle.GLOBAL + pickle.REDUCE + pickle.BUILD
+    + pickle.EMPTY_DICT + pickle.DICT + pickle.SETITEM + pickle.SETITEMS
+    + pickle.EMPTY_LIST + pickle.LIST + pickle.APPEND + pickle.APPENDS
+    + pickle.EMPTY_TUPLE + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
+    + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT + pickle.BININT1
+    + pickle.BININT2 + pickle.INT + pickle.LONG1
+    + pickle.BINSTRING + pickle.SHORT_BINSTRING + pickle.BINUNICODE
+    + pickle.BINPUT + pickle.LONG_BINPUT + pickle.BINGET + pickle.LONG_BINGET
+)  # fmt: skip
+
+
+# The Python implementation: its table of opcodes can be cut down, and unlike the C one it does not
+# allocate as much memory as a damaged file may ask for.
+class _BatchUnpickler(pickle._Unpickler):
+    dispatch: ClassVar = {code: pickle._Unpickler.dispatch[code] for code in _OPCODES}
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _GLOBALS:
             raise pickle.UnpicklingError(
@@ -154,7 +172,7 @@ def _load(content: bytes, where: str) -> Any:
         return batch
     # A damaged pickle can fail in any way its opcodes can: all of them mean the same to the user.
     except Exception as error:
-        raise DataError(f"{where} is not a readable CIFAR batch: {error}") from error
+        raise DataError(f"{where} is not a readable CIFAR batch: {error!r}") from error
 
 
 def _text(value: Any) -> Any:

@@ -19,9 +19,10 @@ _TILES = 100  # a sprite is 100 x 100 images of 32 x 32, row by row
 def read_arrays(path: Path, keys: tuple[str, ...]) -> dict[str, NDArray[Any]]:
     """The named arrays of an ``.npz`` file; pickled objects in it are refused."""
     try:
-        with np.load(path, allow_pickle=False) as pack:
-            if not isinstance(pack, np.lib.npyio.NpzFile):
-                raise DataError(f"{path} is a single array, not an .npz pack")
+        pack = np.load(path, allow_pickle=False)
+        if not isinstance(pack, np.lib.npyio.NpzFile):
+            raise DataError(f"{path} is a single array, not an .npz pack")
+        with pack:
             absent = [key for key in keys if key not in pack.files]
             if absent:
                 raise DataError(
