@@ -16,6 +16,8 @@ from curvlab.learners.population import ModulePopulation, Population
 from curvlab.learners.statistics import BatchNormPolicy
 from curvlab.parameters import layout_of, select_parameters
 
+# From this many inputs on, `W x'` and a turned copy beat `x W'` (by two at 196 inputs, batch 10).
+WIDE = 128
 # in place on the sums; and the signal's change in place, given the activation's output
 _FORWARD: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
     nn.ReLU: torch.relu_,
@@ -144,12 +146,12 @@ class StackedMLP(Population):
         self._programs: dict[int, Callable[[Tensor, Tensor], None]] = {}
 
     # a plain MLP has neither modes nor randomness nor anything that depends on the task
-    @torch.no_grad()
     def gradient_(self, inputs: Tensor, targets: Tensor, task: int, step: int = 0) -> None:  # noqa: ARG002
         batch = targets.shape[1]
         if batch not in self._programs:
             self._programs[batch] = _program(self, batch)
-        self._programs[batch](inputs.flatten(2), targets)
+        with torch.inference_mode():  # cheaper per operation than no_grad; makes no new tensors
+            self._programs[batch](inputs.flatten(2), targets)
 
     def logits(
         self,
@@ -171,14 +173,15 @@ def _program(population: StackedMLP, batch: int) -> Callable[[Tensor, Tensor], N
         return torch.zeros(runs, *shape, dtype=parameters.dtype, device=parameters.device)
 
     weights = [layer.weight_of(parameters) for layer in layers]
-    turned = [weight.transpose(1, 2) for weight in weights]
-    biases = [layer.bias_of(parameters) for layer in layers]
-    shifts = [None if bias is None else bias.unsqueeze(1) for bias in biases]
     outputs = [buffer(batch, layer.outputs) for layer in layers]
+    products = [
+        _product(weight, layer.bias_of(parameters), output)
+        for layer, weight, output in zip(layers, weights, outputs, strict=True)
+    ]
     signals = [buffer(batch, layer.outputs) for layer in layers]
-    signals_turned = [signal.transpose(1, 2) for signal in signals]
+    turned = [signal.transpose(1, 2) for signal in signals]
     weight_gradients = [buffer(layer.outputs, layer.inputs) for layer in layers]
-    bias_gradients = [None if b is None else buffer(b.shape[1]) for b in biases]
+    bias_gradients = [None if layer.bias is None else buffer(layer.outputs) for layer in layers]
     pieces = _in_order(layers, weight_gradients, bias_gradients)
     activate, deactivate = _FORWARD[form.activation], _BACKWARD[form.activation]
     minus = buffer(batch, 1).fill_(-1.0)
@@ -186,21 +189,17 @@ def _program(population: StackedMLP, batch: int) -> Callable[[Tensor, Tensor], N
     softmax = torch.ops.aten._softmax.out
 
     def run(inputs: Tensor, targets: Tensor) -> None:
-        hidden = [inputs]
-        for i, (weight, shift, output) in enumerate(zip(turned, shifts, outputs, strict=True)):
-            if shift is None:
-                torch.bmm(hidden[i], weight, out=output)
-            else:
-                torch.baddbmm(shift, hidden[i], weight, out=output)
+        hidden = [inputs, *outputs]
+        for i, product in enumerate(products):
+            product(hidden[i])
             if i < last:
-                activate(output)
-            hidden.append(output)
+                activate(outputs[i])
         signal = signals[last]
-        softmax(hidden[-1], 2, False, out=signal)
+        softmax(outputs[last], 2, False, out=signal)
         # the gradient of the mean cross-entropy at the logits: (p - e_y) / B
         signal.scatter_add_(2, targets.unsqueeze(2), minus).mul_(1.0 / batch)
         for i in range(last, -1, -1):
-            torch.bmm(signals_turned[i], hidden[i], out=weight_gradients[i])
+            torch.bmm(turned[i], hidden[i], out=weight_gradients[i])
             bias = bias_gradients[i]
             if bias is not None:
                 torch.sum(signals[i], 1, out=bias)
@@ -211,6 +210,24 @@ def _program(population: StackedMLP, batch: int) -> Callable[[Tensor, Tensor], N
         torch.cat(pieces, 1, out=gradients)
 
     return run
+
+
+def _product(weight: Tensor, bias: Tensor | None, output: Tensor) -> Callable[[Tensor], object]:
+    """``output = inputs W' + b`` for ``weight`` ``(S, out, in)``, in the order that is faster."""
+    turned = weight.transpose(1, 2)
+    if bias is None:
+        return lambda inputs: torch.bmm(inputs, turned, out=output)
+    shift = bias.unsqueeze(1)
+    if weight.shape[2] < WIDE:
+        return lambda inputs: torch.baddbmm(shift, inputs, turned, out=output)
+    sideways = torch.zeros_like(output.transpose(1, 2)).contiguous()
+    upright = sideways.transpose(1, 2)
+
+    def wide(inputs: Tensor) -> None:
+        torch.bmm(weight, inputs.transpose(1, 2), out=sideways)
+        torch.add(upright, shift, out=output)
+
+    return wide
 
 
 def _in_order(
