@@ -115,13 +115,12 @@ def figure(config: Config, found: Cartoon, path: Path) -> None:
     plt.close(plots)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, config: Config = Config()) -> None:  # noqa: B008
     parser = argparse.ArgumentParser(prog="python -m experiments.cartoon", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for cartoon.png and .json")
     parser.add_argument("--seed", type=int, default=11)
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    config = Config()
     found = run(config, options.seed)
     text = json.dumps(metrics(found), indent=1)
     (options.out / "cartoon.json").write_text(text + "\n")

@@ -24,6 +24,12 @@ from curvlab.nets.progressive import progressive_mlp
 from curvlab.tasks import Samples, Task
 from curvlab.training import Schedule, learn
 
+
+@pytest.fixture(autouse=True)
+def one_thread(pinned_threads):  # noqa: ARG001 (after it)
+    torch.set_num_threads(1)  # the steps are far too small to share: threads only wait
+
+
 SIZES = (8, 16, 12, 3)
 SEEDS = (1, 2)
 SCHEDULE = Schedule(lr=0.2, epochs=6)
