@@ -10,9 +10,10 @@ and ``v_l`` per weight and bias) of everything the two passes compute. In the no
 
     (Hv)_{W_l} = Rd_l' a_{l-1} + d_l' Ra_{l-1}              (Hv)_{b_l} = sum over samples of Rd_l
 
-Leaving out the terms with ``d`` and ``bend``, which hold the network's own curvature, gives the
-Gauss-Newton product. With the primal passes kept, a Hessian product costs six matrix products per
-layer against the gradient's three, a Gauss-Newton product four.
+The terms with ``d`` and ``bend`` hold the network's own curvature, ``H_out`` the loss's. Without
+the former this is the Gauss-Newton product, without the latter the functional part: each is
+computed by itself, not as a difference. With the primal passes kept, a Hessian product costs six
+matrix products per layer against the gradient's three, a Gauss-Newton product four.
 
 Layout is where the speed is. Tangents of ``b`` directions are stored ``(samples, b, units)``: then
 ``Ra W'`` is one GEMM with ``samples * b`` rows, and ``a V'`` and ``Rd' a``, in which the directions
@@ -82,14 +83,18 @@ class MLPProduct:
 
     def hessian(self, block: Tensor) -> Tensor:
         """``(b, n) -> (b, n)``: each row times the Hessian."""
-        return self._multiply(block, exact=True)
+        return self._multiply(block, of_loss=True, of_network=True)
 
     def gauss_newton(self, block: Tensor) -> Tensor:
         """``(b, n) -> (b, n)``: each row times the generalised Gauss-Newton matrix."""
-        return self._multiply(block, exact=False)
+        return self._multiply(block, of_loss=True, of_network=False)
+
+    def functional(self, block: Tensor) -> Tensor:
+        """``(b, n) -> (b, n)``: each row times the functional part, Hessian minus Gauss-Newton."""
+        return self._multiply(block, of_loss=False, of_network=True)
 
     @torch.no_grad()
-    def _multiply(self, block: Tensor, exact: bool) -> Tensor:
+    def _multiply(self, block: Tensor, *, of_loss: bool, of_network: bool) -> Tensor:
         if block.dim() != 2 or block.shape[1] != self.plan.n:
             raise ValueError(
                 f"an MLP product takes rows (b, {self.plan.n}); got {tuple(block.shape)}"
@@ -97,7 +102,8 @@ class MLPProduct:
         out = torch.zeros_like(block, memory_format=torch.contiguous_format)
         for start in range(0, len(block), DIRECTIONS):
             some = slice(start, start + DIRECTIONS)
-            _Pass(self.plan, self._primal, block[some], exact).add_to(out[some])
+            step = _Pass(self.plan, self._primal, block[some], of_loss, of_network)
+            step.add_to(out[some])
         return out
 
 
@@ -121,8 +127,11 @@ class _Sums:
 class _Pass:
     """One block of at most ``DIRECTIONS`` rows through all tiles of samples."""
 
-    def __init__(self, plan: MLPPlan, primal: Primal, block: Tensor, exact: bool) -> None:
-        self.plan, self.primal, self.exact = plan, primal, exact
+    def __init__(
+        self, plan: MLPPlan, primal: Primal, block: Tensor, of_loss: bool, of_network: bool
+    ) -> None:
+        self.plan, self.primal = plan, primal
+        self.of_loss, self.of_network = of_loss, of_network
         self.width = len(block)
         # below the first selected layer nothing depends on the direction
         self.first = next(i for i, layer in enumerate(plan.layers) if layer.selected)
@@ -137,7 +146,7 @@ class _Pass:
         moving = list(enumerate(plan.layers))[self.first :]
         self.after = {i: buffer(layer.outputs) for i, layer in moving}  # Ra_l
         self.before = {  # Rz_l: its own memory only where the bend will ask for it
-            i: buffer(layer.outputs) if exact and layer.bends else self.after[i]
+            i: buffer(layer.outputs) if of_network and layer.bends else self.after[i]
             for i, layer in moving
         }
         widest = max((layer.inputs for _, layer in moving[1:]), default=0)
@@ -199,7 +208,10 @@ class _Pass:
             self._scale(tangent, tile.slopes[i], self.after[i][:samples])
         last = len(self.plan.layers) - 1
         outputs = self.after[last][:samples].view(samples, b, -1)
-        signal = self.plan.loss.curve(tile.state, outputs).mul_(tile.scale).view(samples, -1)
+        if self.of_loss:
+            signal = self.plan.loss.curve(tile.state, outputs).mul_(tile.scale).view(samples, -1)
+        else:
+            signal = torch.zeros_like(outputs).view(samples, -1)
         return self._through_activation(tile, last, signal)
 
     def _go_backward(
@@ -211,7 +223,7 @@ class _Pass:
             layer, total, backward = self.plan.layers[i], sums[i], self.directions[i].backward
             if total is not None:
                 total.by_signal.addmm_(signal.T, tile.inputs[i])
-                if self.exact and i > self.first:
+                if self.of_network and i > self.first:
                     below = self.after[i - 1][:samples]
                     total.by_tangent.addmm_(tile.signals[i].T, below)
             if layer.bias_slice is not None:
@@ -221,7 +233,7 @@ class _Pass:
             above = signal.view(samples * b, layer.outputs)
             signal = self.turns[i % 2][: samples * b * layer.inputs].view(samples, -1)
             torch.mm(above, tile.weights[i], out=signal.view(samples * b, layer.inputs))
-            if self.exact and backward is not None:
+            if self.of_network and backward is not None:
                 signal.addmm_(tile.signals[i], backward)
             signal = self._through_activation(tile, i - 1, signal)
 
@@ -229,7 +241,7 @@ class _Pass:
         """``f_i' * signal + bend_i * Rz_i``, in place."""
         self._scale(signal, tile.slopes[i], signal)
         bend = tile.bends[i]
-        if self.exact and bend is not None:
+        if self.of_network and bend is not None:
             tangent = self.before[i][: tile.samples].view(tile.samples, self.width, -1)
             signal.view(tangent.shape).addcmul_(bend.unsqueeze(1), tangent)
         return signal
