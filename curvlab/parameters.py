@@ -41,18 +41,38 @@ class Layout:
             blocks.setdefault(name.rpartition(".")[0], []).append(where)
         return blocks
 
-    def flatten(self, tensors: Iterable[Tensor | None], like: Tensor | None = None) -> Tensor:
+    def only(self, names: Sequence[str]) -> "Layout":
+        """The layout of some of the parameters, packed, in the order given."""
+        return _packed({name: self.shapes[self.names.index(name)] for name in names})
+
+    def indices(self, names: Sequence[str]) -> Tensor:
+        """Where the elements of some parameters lie in the flat vector, int64 ``(m,)``."""
+        where = self.slices()
+        pieces = [torch.arange(where[name].start, where[name].stop) for name in names]
+        return torch.cat(pieces) if pieces else torch.arange(0)
+
+    def flatten(
+        self,
+        tensors: Iterable[Tensor | None],
+        like: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """One vector ``(n,)`` from tensors in this order; ``None`` stands for zeros.
 
         Args:
             tensors: One tensor per parameter, of its shape; ``None`` for an unused parameter.
             like: Gives dtype and device when every tensor may be ``None``.
+            out: Written to and returned in place of a new vector.
         """
         pieces = list(tensors)
         known = next((piece for piece in pieces if piece is not None), like)
-        if known is None:
+        if known is None and out is None:
             raise ValueError("flatten needs a tensor, or like=, to know dtype and device")
-        flat = torch.empty(self.n, dtype=known.dtype, device=known.device)
+        if out is not None:
+            flat = out
+        elif known is not None:
+            flat = torch.empty(self.n, dtype=known.dtype, device=known.device)
         for piece, offset, size in zip(pieces, self.offsets, self.sizes, strict=True):
             target = flat[offset : offset + size]
             if piece is None:
@@ -81,9 +101,13 @@ def select_parameters(model: nn.Module, select: Selection = None) -> dict[str, n
         model: Any module.
         select: ``None`` takes every parameter that requires a gradient. A pattern (``"head.*"``), a
             list of patterns or a predicate ``(name, parameter) -> bool`` takes exactly what it
-            matches, frozen parameters included.
+            matches, frozen parameters included; a tied parameter goes by any of its names.
     """
     named = dict(model.named_parameters())
+    first = {id(parameter): name for name, parameter in named.items()}
+    # every name a parameter goes by, so that a tied one is found by any of them
+    every = model.named_parameters(remove_duplicate=False)
+    aliases = [(name, first[id(parameter)]) for name, parameter in every]
     if select is None:
         chosen = {name: p for name, p in named.items() if p.requires_grad}
         cure = "every parameter is frozen: unfreeze some, or name them with select="
@@ -92,12 +116,15 @@ def select_parameters(model: nn.Module, select: Selection = None) -> dict[str, n
         cure = "the predicate select= matched no parameter"
     else:
         patterns = [select] if isinstance(select, str) else list(select)
+        matched: set[str] = set()
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in named):
+            found = {original for name, original in aliases if fnmatchcase(name, pattern)}
+            if not found:
                 raise ValueError(
                     f"select={pattern!r} matches no parameter; names are {_some(list(named))}"
                 )
-        chosen = {n: p for n, p in named.items() if any(fnmatchcase(n, q) for q in patterns)}
+            matched |= found
+        chosen = {name: p for name, p in named.items() if name in matched}
         cure = "select= is an empty list of patterns"
     if not chosen:
         raise ValueError(f"no parameters selected: {cure}" if named else "the model has none")
@@ -109,12 +136,15 @@ def select_parameters(model: nn.Module, select: Selection = None) -> dict[str, n
 
 def layout_of(parameters: dict[str, nn.Parameter]) -> Layout:
     """The flat layout of ``parameters`` in their own order."""
-    shapes = tuple(p.shape for p in parameters.values())
+    return _packed({name: parameter.shape for name, parameter in parameters.items()})
+
+
+def _packed(shapes: dict[str, torch.Size]) -> Layout:
     offsets, total = [], 0
-    for shape in shapes:
+    for shape in shapes.values():
         offsets.append(total)
         total += shape.numel()
-    return Layout(tuple(parameters), shapes, tuple(offsets), total)
+    return Layout(tuple(shapes), tuple(shapes.values()), tuple(offsets), total)
 
 
 def parameter_count(model: nn.Module, select: Selection = None) -> int:

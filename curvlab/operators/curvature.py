@@ -1,0 +1,272 @@
+"""Curvature of a model's loss on data: what Hessian, Gauss-Newton and Fisher operators share."""
+
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from curvlab.batches import rows, sample_count, tensors
+from curvlab.operators.objective import Loss, Objective, Reduction
+from curvlab.operators.operator import Operator
+from curvlab.operators.policy import BAND, Mode, Precision, arithmetic
+from curvlab.operators.problem import Chunk, ChunkSize, Count, Problem
+from curvlab.operators.products import memory
+from curvlab.operators.products.autograd import Product
+from curvlab.operators.products.choose import Engine, fastest
+from curvlab.operators.products.mlp import MLPProduct
+from curvlab.operators.products.mlp_plan import MLPPlan, recognise
+from curvlab.parameters import Selection, select_parameters
+from curvlab.probe import Certificate, OperatorError, probe
+
+log = logging.getLogger("curvlab")
+
+
+class Curvature(Operator):
+    """A symmetric operator made of products per chunk of data, at the parameters as they are now.
+
+    Args:
+        model: Any module; it is only borrowed, nothing of it changes. Later training does not
+            change the operator.
+        loss: ``loss(output, target)`` with the reduction ``"mean"`` or ``"sum"``; an
+            :class:`Objective` for anything else; ``None`` for a model that returns its own
+            ``.loss``.
+        data: A batch ``(inputs, targets)``, a dict, an object with ``inputs`` and ``targets``, a
+            list of batches or a DataLoader. The objective is the mean over all samples, whatever
+            the batch sizes; with a sum reduction, the sum.
+        select: Which parameters: patterns of names or a predicate; by default all that require a
+            gradient.
+        mode: ``"eval"``, ``"frozen masks"`` or ``"batch statistics"``; see
+            :mod:`curvlab.operators.policy`. By default the model's own modes, which are refused if
+            they make the loss random or couple samples.
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say; it is verified either way.
+        count: ``count(batch)``: what the batch's mean divides by, when that is not the number of
+            its samples (class weights, ignored targets).
+        chunk: Most samples per chunk; ``"batch"`` never cuts a batch; ``None`` lets the budget
+            decide.
+        dtype: ``torch.float64`` evaluates everything in float64; by default the parameters' dtype.
+        precision: ``"exact"``; ``"tf32"`` (CUDA) or ``"bfloat16"`` (autocast) trade accuracy, about
+            1e-3 and 1e-2 relative in a product, for speed.
+        budget: Bytes the operator may take; by default half of what is free.
+        engine: ``"auto"``, ``"retained"``, ``"rebuilt"``, ``"linearised"``, ``"compiled"``,
+            ``"mlp"``, or ``"measure"`` to time the candidates once for this model and shape.
+        check: Whether to probe symmetry, repeatability and linearity now (four products with one
+            chunk) and raise :class:`~curvlab.probe.OperatorError` if they fail.
+    """
+
+    needs_outputs = False  # apart from the loss
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | Objective | None,
+        data: Any,
+        *,
+        select: Selection = None,
+        mode: Mode | Sequence[Mode] | None = None,
+        reduction: Reduction | None = None,
+        count: Count | None = None,
+        chunk: ChunkSize = None,
+        dtype: torch.dtype | None = None,
+        precision: Precision = "exact",
+        budget: float | None = None,
+        engine: Engine | Literal["auto", "measure"] = "auto",
+        check: bool = True,
+    ) -> None:
+        if precision not in BAND:
+            raise ValueError(f"precision= takes {', '.join(BAND)}; got {precision!r}")
+        if chunk is not None and chunk != "batch" and (not isinstance(chunk, int) or chunk < 1):
+            raise ValueError(f'chunk= is a number of samples, "batch" or None; got {chunk!r}')
+        if budget is not None and not budget > 0:
+            raise ValueError(f"budget= is a number of bytes; got {budget}")
+        self.problem = problem = Problem(
+            model,
+            loss,
+            data,
+            select=select,
+            mode=mode,
+            reduction=reduction,
+            count=count,
+            whole_batches=chunk == "batch",
+            dtype=dtype,
+            precision=precision,
+        )
+        super().__init__(problem.layout.n, problem.dtype, problem.device, problem.layout)
+        self.limit = BAND[precision]
+        self.products = 0
+        if self.needs_outputs:
+            problem.terms.split(type(self).__name__)
+        self.plan = self._recognise()
+        self._build, self._engine = self._choose(engine)
+        self._divide(chunk, budget)
+        if check:
+            first = _Part(self, problem.chunks[:1])
+            self.certificate = probe(first, limit=self.limit)
+            self.certificate.require()
+            self._compare_engines(problem.chunks[0])
+
+    # -- what a user reads -------------------------------------------------------------------------
+
+    @property
+    def loss(self) -> float:
+        """The objective: the mean (or sum) of the loss over the data."""
+        return math.fsum(self.problem.values)
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples the data hold, if they can be counted."""
+        return self.problem.batches.samples
+
+    @property
+    def engine(self) -> str:
+        """Which engine multiplies, over how many chunks, and how many of their graphs are kept."""
+        chunks = len(self.problem.chunks)
+        return f"{self._engine}, {chunks} chunk(s), {min(self._keep, chunks)} kept"
+
+    def gradient(self) -> Tensor:
+        """The gradient of the objective on the same data, ``(n,)``."""
+        return self.problem.gradient()
+
+    def probe(self, *, seed: int = 0) -> Certificate:
+        """Measure the whole operator with four products; the result becomes its certificate."""
+        self.certificate = super().probe(seed=seed)
+        return self.certificate
+
+    # -- products ----------------------------------------------------------------------------------
+
+    def _product(self, block: Tensor) -> Tensor:
+        self.products += len(block)
+        return self._sum(self.problem.chunks, block)
+
+    def _sum(self, chunks: Sequence[Chunk], block: Tensor) -> Tensor:
+        with arithmetic(self.device, self.problem.precision):
+            if len(chunks) == 1:
+                return self._chunk_product(chunks[0])(block)
+            # float64: thousands of float32 terms would drift
+            total = torch.zeros(block.shape, dtype=torch.float64, device=self.device)
+            for chunk in chunks:
+                total += self._chunk_product(chunk)(block)
+            return total.to(self.dtype)
+
+    def _chunk_product(self, chunk: Chunk) -> Product:
+        if chunk.number in self._kept:
+            return self._kept[chunk.number]
+        product = self._build(chunk)
+        if chunk.number < self._keep:
+            self._kept[chunk.number] = product
+        return product
+
+    def _mlp_product(self, chunk: Chunk) -> MLPProduct:
+        if self.plan is None:
+            raise TypeError("the model is not a plain MLP")
+        inputs, targets = chunk.batch
+        return MLPProduct(self.plan, self.problem.named(), inputs, targets, chunk.weight)
+
+    @abstractmethod
+    def _retained(self, chunk: Chunk) -> Product:
+        """By autograd, with the graph kept by what is returned."""
+
+    @abstractmethod
+    def _builders(self) -> dict[Engine, Callable[[Chunk], Product]]:
+        """Every engine this operator has for its problem, the default first."""
+
+    # -- choices -----------------------------------------------------------------------------------
+
+    def _recognise(self) -> MLPPlan | None:
+        problem = self.problem
+        if problem.terms.loss is None or problem.precision != "exact":
+            return None
+        named = select_parameters(problem.model, lambda name, _: name in problem.layout.names)
+        plan = recognise(problem.model, problem.terms.loss, named)
+        pairs = [b for b in problem.batches.joined if isinstance(b, tuple) and len(b) == 2]
+        if plan is None or len(pairs) != len(problem.batches.joined):
+            return None
+        return plan if all(plan.fits(x, y, problem.dtype) for x, y in pairs) else None
+
+    def _choose(self, engine: str) -> tuple[Callable[[Chunk], Product], str]:
+        builders = self._builders()
+        if engine == "auto":
+            engine = next(iter(builders))
+        elif engine == "measure":
+            engine = fastest(self.problem, type(self).__name__, builders)
+        elif engine == "rebuilt":
+            return self._retained, engine
+        if engine not in builders:
+            known = ", ".join(map(repr, ["auto", "measure", "rebuilt", *builders]))
+            raise ValueError(
+                f"engine={engine!r} cannot multiply with {type(self).__name__} of this model; "
+                f"choose from {known}"
+            )
+        return builders[engine], engine
+
+    def _compare_engines(self, chunk: Chunk) -> None:
+        """Raise unless an engine that is not plain autograd agrees with it on one vector."""
+        if self._engine in ("retained", "rebuilt"):
+            return
+        generator = torch.Generator().manual_seed(1)
+        vector = torch.randn(1, self.n, generator=generator, dtype=torch.float64)
+        vector = vector.to(device=self.device, dtype=self.dtype)
+        with arithmetic(self.device, self.problem.precision):
+            own, plain = self._chunk_product(chunk)(vector), self._retained(chunk)(vector)
+        error = float((own - plain).norm() / plain.norm().clamp_min(1e-300))
+        if not error <= self.certificate.limit:
+            raise OperatorError(
+                f"engine {self._engine!r} and plain autograd differ by {error:.1e} (limit "
+                f'{self.certificate.limit:.1e}): pass engine="retained" and report this model'
+            )
+
+    def _divide(self, chunk: ChunkSize, budget: float | None) -> None:
+        """Cut the data, and settle how many chunks keep their graph."""
+        problem = self.problem
+        if budget is None:
+            budget = memory.SHARE * memory.free_bytes(self.device)
+        held = sum(t.nbytes for batch in problem.batches.joined for t in tensors(batch))
+        element = problem.parameters[0].element_size()
+        room = budget - held - self.n * (2 * element + 8)  # the copy, a result, a float64 sum
+        samples = None if problem.whole else problem.batches.samples
+        cost = self._cost(samples)
+        if samples is None:
+            size, units = None, 1
+        elif isinstance(chunk, int):
+            size = units = chunk
+        else:
+            size = units = memory.chunk_size(samples, cost, room)
+        problem.cut(size)
+        chunks = len(problem.chunks)
+        fitting = memory.fitting(cost, units, room, chunks)
+        self._keep = 0 if self._engine == "rebuilt" else fitting
+        self._kept: dict[int, Product] = {}
+        if self._engine not in ("mlp", "rebuilt") and fitting < chunks:
+            log.info(
+                "%d of %d chunks fit %.0f MiB: others are rebuilt", fitting, chunks, room / 2**20
+            )
+        log.info("%s: %s", type(self).__name__, self.engine)
+
+    def _cost(self, samples: int | None) -> memory.Cost:
+        problem = self.problem
+        batches = problem.batches.pieces(None) if samples is None else problem.batches.joined
+        largest = max(batches, key=lambda batch: sample_count(batch) or 0)
+        build = self._build if self._engine == "mlp" else self._retained
+
+        def run(size: int) -> Callable[[], Tensor]:
+            batch = largest if samples is None else rows(largest, slice(0, size))
+            product = build(Chunk(batch))
+            one = torch.ones(1, self.n, dtype=self.dtype, device=self.device)
+            return lambda: product(one)
+
+        with arithmetic(self.device, problem.precision):
+            return memory.measure(run, 1 if samples is None else sample_count(largest) or 1)
+
+
+class _Part:
+    """Some chunks of a curvature, for the probe at construction."""
+
+    def __init__(self, whole: Curvature, chunks: Sequence[Chunk]) -> None:
+        self.n, self.dtype, self.device = whole.n, whole.dtype, whole.device
+        self._whole, self._chunks = whole, chunks
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        return self._whole._sum(self._chunks, vectors.reshape(-1, self.n)).reshape(vectors.shape)

@@ -1,0 +1,197 @@
+"""The Fisher information: exact or by sampling, and the empirical one.
+
+A loss is read as the negative log-likelihood of its targets: cross-entropy of a categorical, binary
+cross-entropy of Bernoulli variables, squared error of normal ones with variance 1/2. A mean over
+several terms per sample (pixels, tokens) is a mean of their Fisher matrices, so that the
+expectation is the Gauss-Newton matrix under either reduction.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from curvlab.batches import sample_count
+from curvlab.operators.gauss_newton import GaussNewton, Sandwich, slope
+from curvlab.operators.objective import Loss, Objective, Reduction
+from curvlab.operators.policy import Mode, Precision
+from curvlab.operators.problem import Chunk, ChunkSize, Count
+from curvlab.operators.products.choose import Engine
+from curvlab.operators.products.sandwich import OutputCurvature
+from curvlab.parameters import Selection
+
+
+class EmpiricalFisher(Sandwich):
+    """``1/N sum_i g_i g_i'`` with ``g_i`` the gradient of sample i's loss at its own target.
+
+    With a sum reduction the sum is not divided. A sample is an entry of the first dimension. This
+    is not the Fisher information, and away from a good fit it can be far from the Hessian.
+    """
+
+    def _output_curvature(self, chunk: Chunk, output: Tensor) -> OutputCurvature:
+        require_rows(chunk, output)
+        _, gradient = slope(self, chunk, output)
+        return outer_products([gradient], self.problem.normaliser)
+
+
+class Fisher(GaussNewton):
+    """The Fisher information of the model's own predictive distribution.
+
+    Args:
+        samples: ``None`` is the exact expectation over targets; a number draws that many targets
+            per sample, once, when the operator is made.
+        seed: Of the drawn targets; they do not depend on how the data are cut.
+
+    The other arguments are those of :class:`~curvlab.operators.curvature.Curvature`; ``loss`` must
+    be cross-entropy, binary cross-entropy with logits or squared error.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | Objective | None,
+        data: Any,
+        *,
+        samples: int | None = None,
+        seed: int = 0,
+        select: Selection = None,
+        mode: Mode | Sequence[Mode] | None = None,
+        reduction: Reduction | None = None,
+        count: Count | None = None,
+        chunk: ChunkSize = None,
+        dtype: torch.dtype | None = None,
+        precision: Precision = "exact",
+        budget: float | None = None,
+        engine: Engine | Literal["auto", "measure"] = "auto",
+        check: bool = True,
+    ) -> None:
+        self.likelihood = likelihood(loss)
+        if samples is not None and (not isinstance(samples, int) or samples < 1):
+            raise ValueError(f"samples= is a number of targets to draw, or None; got {samples!r}")
+        if samples is not None and count is not None:
+            raise ValueError("Fisher with samples= does not take count=: use samples=None")
+        self.draws, self.seed = samples, seed
+        self._noise: dict[tuple[int, ...], Tensor] = {}
+        super().__init__(
+            model,
+            loss,
+            data,
+            select=select,
+            mode=mode,
+            reduction=reduction,
+            count=count,
+            chunk=chunk,
+            dtype=dtype,
+            precision=precision,
+            budget=budget,
+            engine=engine,
+            check=check,
+        )
+
+    def _output_curvature(self, chunk: Chunk, output: Tensor) -> OutputCurvature:
+        if self.draws is None:
+            return super()._output_curvature(chunk, output)
+        require_rows(chunk, output)
+        noise = self._noise_for(chunk, output)
+        gradients: list[Tensor] = []
+        for draw in noise:
+            target = self.likelihood.draw(output, draw.to(output))
+            drawn = Chunk((None, target), chunk.weight, chunk.number, chunk.start)
+            point = output.detach().requires_grad_()
+            value = self.problem.criterion(drawn, point)
+            gradients += torch.autograd.grad(value, point)
+        terms = self.likelihood.terms(output) if self.problem.reduction == "mean" else 1
+        return outer_products(gradients, self.problem.normaliser * terms / self.draws)
+
+    def _noise_for(self, chunk: Chunk, output: Tensor) -> Tensor:
+        """``(draws, samples, ...)``: the part of the whole data set's noise that is the chunk's."""
+        shape = self.likelihood.noise_shape(output)
+        if shape not in self._noise:
+            samples = self.problem.batches.samples or len(output)
+            generator = torch.Generator().manual_seed(self.seed)
+            make = torch.randn if self.likelihood.normal else torch.rand
+            whole = (samples, self.draws or 1, *shape)
+            self._noise[shape] = make(whole, generator=generator, dtype=torch.float64)
+        return self._noise[shape][chunk.start : chunk.start + len(output)].transpose(0, 1)
+
+    def _builders(self) -> Any:
+        builders = super()._builders()
+        if self.draws is not None:
+            builders.pop("mlp", None)
+        return builders
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """How targets are drawn from outputs, given noise."""
+
+    draw: Callable[[Tensor, Tensor], Tensor]
+    normal: bool  # the noise: standard normal, or uniform
+    classes: bool  # whether dimension 1 of the outputs holds the logits of one draw
+
+    def noise_shape(self, output: Tensor) -> tuple[int, ...]:
+        return tuple(output.shape[2:] if self.classes else output.shape[1:])
+
+    def terms(self, output: Tensor) -> int:
+        """Draws per sample: what a mean reduction divides by, besides the number of samples."""
+        return torch.Size(self.noise_shape(output)).numel()
+
+
+def likelihood(loss: object) -> Likelihood:
+    """The distribution whose negative log-likelihood ``loss`` is."""
+    plain = isinstance(loss, nn.Module)
+    if loss is functional.cross_entropy or (
+        plain
+        and type(loss) is nn.CrossEntropyLoss
+        and not loss.label_smoothing
+        and loss.weight is None
+    ):
+        return Likelihood(_categorical, normal=False, classes=True)
+    if loss is functional.mse_loss or type(loss) is nn.MSELoss:
+        return Likelihood(lambda z, noise: z + noise * 0.5**0.5, normal=True, classes=False)
+    if loss is functional.binary_cross_entropy_with_logits or (
+        plain
+        and type(loss) is nn.BCEWithLogitsLoss
+        and loss.weight is None
+        and loss.pos_weight is None
+    ):
+        return Likelihood(
+            lambda z, noise: (noise < z.sigmoid()).to(z.dtype), normal=False, classes=False
+        )
+    raise ValueError(
+        "Fisher needs a loss that is a known negative log-likelihood: cross_entropy, mse_loss or "
+        "binary_cross_entropy_with_logits, or their modules without weights or label smoothing; "
+        f"got {loss!r}. GaussNewton takes any loss(output, target)"
+    )
+
+
+def outer_products(gradients: Sequence[Tensor], scale: float) -> OutputCurvature:
+    """``u -> scale * sum_s c_s (c_s . u)``, sample by sample."""
+
+    def curvature(along: Tensor) -> Tensor:
+        total = torch.zeros_like(along)
+        for gradient in gradients:
+            inner = (gradient * along).flatten(1).sum(1)
+            total += gradient * inner.reshape(-1, *[1] * (along.dim() - 1))
+        return total * scale
+
+    return curvature
+
+
+def require_rows(chunk: Chunk, output: Tensor) -> None:
+    """Raise unless the outputs have one row per sample."""
+    samples = sample_count(chunk.batch)
+    if output.dim() < 1 or samples is None or len(output) != samples:
+        raise ValueError(
+            f"this operator needs outputs with one row per sample; {samples} samples gave outputs "
+            f"{tuple(output.shape)}"
+        )
+
+
+def _categorical(logits: Tensor, uniform: Tensor) -> Tensor:
+    cumulative = logits.double().softmax(1).cumsum(1)
+    picked = (uniform.double().unsqueeze(1) > cumulative).sum(1)
+    return picked.clamp_(max=logits.shape[1] - 1)

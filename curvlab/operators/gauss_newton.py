@@ -1,0 +1,89 @@
+"""Curvatures ``J' A J``: J the Jacobian of the outputs, A how the loss curves at the outputs.
+
+``GaussNewton``: A is the loss's Hessian at the outputs. ``Fisher``: A is the covariance of the
+loss's gradient there, with targets drawn from the model; the same matrix for cross-entropy, binary
+cross-entropy and squared error. ``EmpiricalFisher``: A is ``c c'`` per sample, with ``c`` the
+loss's gradient at the targets in the data.
+"""
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from curvlab.operators.curvature import Curvature
+from curvlab.operators.problem import Chunk
+from curvlab.operators.products import sandwich
+from curvlab.operators.products.autograd import Product
+from curvlab.operators.products.choose import Engine
+from curvlab.operators.products.sandwich import OutputCurvature
+
+
+class Sandwich(Curvature):
+    """``J' A J`` with A given by a subclass."""
+
+    needs_outputs = True
+
+    @abstractmethod
+    def _output_curvature(self, chunk: Chunk, output: Tensor) -> OutputCurvature:
+        """A at ``output``: ``(samples, ...)`` to the same shape."""
+
+    def _retained(self, chunk: Chunk) -> Product:
+        problem = self.problem
+        # under autocast the rewritten layers would mix dtypes
+        rewrite = problem.precision != "bfloat16"
+        with sandwich.Transposable() if rewrite else contextlib.nullcontext():
+            output = problem.output(chunk, problem.parameters)
+        curvature = self._output_curvature(chunk, output.detach())
+        return sandwich.kept(output, curvature, problem.parameters, problem.layout)
+
+    def _linearised(self, chunk: Chunk) -> Product:
+        problem = self.problem
+        with torch.no_grad():
+            output = problem.output(chunk, problem.parameters)
+        return sandwich.linearised(
+            lambda parameters: problem.output(chunk, parameters),
+            self._output_curvature(chunk, output),
+            problem.parameters,
+            problem.layout,
+        )
+
+    def _builders(self) -> dict[Engine, Callable[[Chunk], Product]]:
+        return {"retained": self._retained, "linearised": self._linearised}
+
+
+def slope(
+    operator: Curvature, chunk: Chunk, output: Tensor, *, create_graph: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``output`` as a leaf, and the gradient there of the chunk's share of the loss."""
+    point = output.detach().requires_grad_()
+    value = operator.problem.criterion(chunk, point)
+    (gradient,) = torch.autograd.grad(value, point, create_graph=create_graph)
+    operator.problem.check(chunk, value)
+    return point, gradient
+
+
+class GaussNewton(Sandwich):
+    """H^O, the generalised Gauss-Newton or outer-product matrix: ``J' (d2 loss / d output2) J``."""
+
+    def _output_curvature(self, chunk: Chunk, output: Tensor) -> OutputCurvature:
+        point, gradient = slope(self, chunk, output, create_graph=True)
+        if not gradient.requires_grad:  # a loss linear in the outputs
+            return torch.zeros_like
+
+        def curvature(along: Tensor) -> Tensor:
+            (image,) = torch.autograd.grad(
+                gradient, point, along, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            return image
+
+        return curvature
+
+    def _mlp(self, chunk: Chunk) -> Product:
+        return self._mlp_product(chunk).gauss_newton
+
+    def _builders(self) -> dict[Engine, Callable[[Chunk], Product]]:
+        own = super()._builders()
+        return own if self.plan is None else {"mlp": self._mlp, **own}

@@ -1,0 +1,87 @@
+"""The Hessian of the loss, and the functional part of it."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from curvlab.operators.curvature import Curvature
+from curvlab.operators.dense_mlp import dense_hessian
+from curvlab.operators.gauss_newton import slope
+from curvlab.operators.problem import Chunk
+from curvlab.operators.products import autograd
+from curvlab.operators.products.autograd import Product
+from curvlab.operators.products.choose import Engine
+
+
+class Hessian(Curvature):
+    """The second derivatives of the objective: ``Hessian(model, loss, data) @ vector``."""
+
+    def _scalar(self, chunk: Chunk) -> Callable[[Sequence[Tensor]], Tensor]:
+        """The function of the parameters whose second derivatives these are, on one chunk."""
+        return lambda parameters: self.problem.loss(chunk, parameters)
+
+    def _retained(self, chunk: Chunk) -> Product:
+        problem = self.problem
+        value = problem.loss(chunk, problem.parameters)
+        problem.check(chunk, value)
+        return autograd.kept(value, problem.parameters, problem.layout)
+
+    def _linearised(self, chunk: Chunk) -> Product:
+        problem = self.problem
+        return autograd.linearised(self._scalar(chunk), problem.parameters, problem.layout)
+
+    def _compiled(self, chunk: Chunk) -> Product:
+        problem = self.problem
+        return autograd.compiled(self._scalar(chunk), problem.parameters, problem.layout)
+
+    def _mlp(self, chunk: Chunk) -> Product:
+        return self._mlp_product(chunk).hessian
+
+    def _builders(self) -> dict[Engine, Callable[[Chunk], Product]]:
+        own: dict[Engine, Callable[[Chunk], Product]] = {
+            "retained": self._retained,
+            "linearised": self._linearised,
+            "compiled": self._compiled,
+        }
+        return own if self.plan is None else {"mlp": self._mlp, **own}
+
+    def dense(self) -> Tensor:
+        """The matrix ``(n, n)``, exactly symmetric; plain MLPs have a way of their own to it."""
+        if self.plan is None or self._engine != "mlp" or type(self) is not Hessian:
+            return super().dense()
+        problem, matrix = self.problem, None
+        for chunk in problem.chunks:
+            inputs, targets = chunk.batch
+            matrix = dense_hessian(
+                self.plan, problem.named(), inputs, targets, chunk.weight, matrix
+            )
+        return torch.empty(0, 0) if matrix is None else matrix
+
+
+class FunctionalHessian(Hessian):
+    """H^F = H - H^O: the part of the Hessian that comes from the network's own second derivatives.
+
+    It is the Hessian of ``sum(c * output(parameters))`` with ``c`` the loss's gradient at the
+    outputs, held constant: exact, with no difference of two large matrices.
+    """
+
+    needs_outputs = True
+
+    def _scalar(self, chunk: Chunk) -> Callable[[Sequence[Tensor]], Tensor]:
+        problem = self.problem
+        with torch.no_grad():
+            output = problem.output(chunk, problem.parameters)
+        _, constant = slope(self, chunk, output)
+        return lambda parameters: (constant * problem.output(chunk, parameters)).sum()
+
+    def _retained(self, chunk: Chunk) -> Product:
+        problem = self.problem
+        output = problem.output(chunk, problem.parameters)
+        _, constant = slope(self, chunk, output)
+        value = (constant * output).sum()
+        return autograd.kept(value, problem.parameters, problem.layout)
+
+    def _mlp(self, chunk: Chunk) -> Product:
+        product = self._mlp_product(chunk)
+        return lambda block: product.hessian(block) - product.gauss_newton(block)

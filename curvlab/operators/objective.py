@@ -1,0 +1,141 @@
+"""How a model and a batch become one number: a loss of outputs and targets, or anything else.
+
+``loss(output, target)`` with batches ``(inputs, targets)``; a dict batch calls
+``model(**batch)`` without its ``"labels"``, which are the target. Outputs with ``.logits`` (the
+Hugging Face habit) stand for their logits. ``loss=None`` takes the model's own ``output.loss``.
+Everything else is an :class:`Objective`.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Reduction = Literal["mean", "sum"]
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A scalar of a model and a batch, when it is not ``loss(output, target)``.
+
+    Args:
+        function: ``function(model, batch) -> scalar``, the mean or the sum of its samples' terms.
+    """
+
+    function: Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """A loss taken apart: ``whole`` always; ``output`` and ``criterion`` when it can be split."""
+
+    whole: Callable[[nn.Module, Any], Tensor]
+    output: Callable[[nn.Module, Any], Tensor] | None
+    criterion: Callable[[Tensor, Any], Tensor] | None
+    loss: Loss | None
+
+    def split(self, name: str) -> "Terms":
+        """Itself, if outputs and loss can be told apart; operator ``name`` needs that."""
+        if self.output is None or self.criterion is None:
+            raise TypeError(
+                f"{name} needs the outputs apart from the loss: pass loss(output, target) with "
+                "batches (inputs, targets), not an Objective or the model's own loss"
+            )
+        return self
+
+
+def terms(loss: Loss | Objective | None) -> Terms:
+    """Take ``loss`` apart."""
+    if loss is None:
+        return Terms(_own_loss, None, None, None)
+    if isinstance(loss, Objective):
+        return Terms(loss.function, None, None, None)
+    if isinstance(loss, str) or not callable(loss):
+        raise TypeError(
+            "loss must be a callable loss(output, target), an Objective(function), or None for a "
+            f"model that returns its own .loss; got {loss!r}"
+        )
+    call = loss
+
+    def criterion(output: Tensor, batch: Any) -> Tensor:
+        return call(output, target_of(batch))
+
+    def whole(model: nn.Module, batch: Any) -> Tensor:
+        return criterion(_output(model, batch), batch)
+
+    return Terms(whole, _output, criterion, loss)
+
+
+def target_of(batch: Any) -> Any:
+    """The targets of a batch: the second of a pair, or the labels of a dict."""
+    return _parts(batch)[1]
+
+
+def stated_reduction(loss: object) -> Reduction | None:
+    """What ``loss`` itself says of its reduction, if it does."""
+    if isinstance(loss, functools.partial):
+        said = loss.keywords.get("reduction", stated_reduction(loss.func))
+    else:
+        said = getattr(loss, "reduction", None)
+    if said == "none":
+        raise ValueError('loss has reduction="none"; it must return one number: "mean" or "sum"')
+    # "batchmean" (KLDivLoss) divides by the number of samples
+    return {"mean": "mean", "batchmean": "mean", "sum": "sum"}.get(str(said))  # type: ignore[return-value]
+
+
+def _parts(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, Mapping):
+        if "labels" not in batch:
+            raise ValueError(
+                'a dict batch needs "labels" for loss(output, target); it has '
+                f"{sorted(map(str, batch))}. Or pass an Objective(function)"
+            )
+        return {key: item for key, item in batch.items() if key != "labels"}, batch["labels"]
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise ValueError(
+        "loss(output, target) needs batches (inputs, targets) or dicts with labels; got "
+        f"{_describe(batch)}. Several batches go in a list; for anything else pass an "
+        "Objective(function)"
+    )
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _output(model: nn.Module, batch: Any) -> Any:
+    output = _call(model, _parts(batch)[0])
+    return getattr(output, "logits", output)
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    loss = getattr(_call(model, batch), "loss", None)
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            "loss=None takes the model's own output.loss, and there is none: pass a loss, or give "
+            "the batch what the model needs to compute one (labels)"
+        )
+    return loss
+
+
+def _describe(batch: Any) -> str:
+    if isinstance(batch, tuple | list):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"
+
+
+def require_scalar(value: object) -> Tensor:
+    """``value`` as a 0-d tensor, or advice."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"the loss must be one number (a tensor of one element); got {came}")
+    return value.reshape(()) if value.dtype != torch.bool else value.reshape(()).float()

@@ -1,0 +1,168 @@
+"""How a model is evaluated: its modes, its randomness, its arithmetic; nothing of it is changed.
+
+A train-mode dropout is another function at every call, and a train-mode BatchNorm couples the
+samples of a batch: neither has *the* Hessian, so both are refused, with three named ways out
+(``mode=``):
+
+- ``"eval"``: evaluate in eval mode; the model's own flags stay as they are.
+- ``"frozen masks"``: dropout is on, with the same mask in every evaluation.
+- ``"batch statistics"``: BatchNorm uses the statistics of each batch as it was given; the running
+  statistics are not touched.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+log = logging.getLogger("curvlab")
+
+Mode = Literal["eval", "frozen masks", "batch statistics"]
+MODES = ("eval", "frozen masks", "batch statistics")
+Precision = Literal["exact", "tf32", "bfloat16"]
+# Relative error of a product, as an upper limit for the probe: inputs of every matrix product are
+# rounded to 11 (tf32) or 8 (bfloat16) significant bits, several times in a row.
+BAND: dict[str, float | None] = {"exact": None, "tf32": 2e-2, "bfloat16": 2e-1}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile, DataParallel or DistributedDataParallel wrappers."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(
+            model, nn.DataParallel | nn.parallel.DistributedDataParallel
+        ):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        log.info("curvature uses the module inside %s", type(model).__name__)
+        model = inner
+
+
+def modes(mode: Mode | Sequence[Mode] | None) -> frozenset[str]:
+    """The named policies in ``mode``."""
+    named = [] if mode is None else [mode] if isinstance(mode, str) else list(mode)
+    for name in named:
+        if name not in MODES:
+            raise ValueError(f"mode= takes {', '.join(map(repr, MODES))}; got {name!r}")
+    if "eval" in named and len(named) > 1:
+        raise ValueError('mode="eval" turns dropout off: it cannot be combined with another mode')
+    return frozenset(named)
+
+
+def training_flags(model: nn.Module, policies: frozenset[str]) -> dict[nn.Module, bool]:
+    """Which modules run in train mode; refuses what has no single Hessian."""
+    flags = {m: m.training and "eval" not in policies for m in model.modules()}
+    for name, module in model.named_modules():
+        label = f"{name or 'the model'} ({type(module).__name__})"
+        if _drops(module) and flags[module] and "frozen masks" not in policies:
+            raise ValueError(
+                f"{label} is in train mode, so every product would see another dropout mask. Call "
+                'model.eval(), or pass mode="eval" or mode="frozen masks"'
+            )
+        if not isinstance(module, _BatchNorm) or "batch statistics" in policies:
+            continue
+        if flags[module]:
+            raise ValueError(
+                f"{label} is in train mode, so the loss of a sample depends on its batch. Call "
+                'model.eval(), or pass mode="eval" or mode="batch statistics"'
+            )
+        if module.running_mean is None:
+            raise ValueError(
+                f"{label} keeps no running statistics, so the loss of a sample depends on its "
+                'batch even in eval mode: pass mode="batch statistics"'
+            )
+    return flags
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.MultiheadAttention):
+        return float(module.dropout) > 0
+    return isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1
+
+
+@contextlib.contextmanager
+def evaluation(
+    flags: dict[nn.Module, bool], seed: int, device: torch.device, precision: Precision
+) -> Iterator[None]:
+    """Run a model's forward pass so that it can be differentiated twice and leaves no trace.
+
+    Modes are set and everything a module keeps in its attributes (modes, cached activations, step
+    counters) is put back; the global generators are seeded and restored; attention and recurrent
+    layers take implementations that have second derivatives; compiled submodules run eagerly.
+    """
+    attributes = [(module, dict(module.__dict__)) for module in flags]
+    recurrent = any(isinstance(module, nn.RNNBase) for module in flags)
+    fast_attention = torch.backends.mha.get_fastpath_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_seeded(seed, device))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused ones have no double backward
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # nor have compiled graphs
+        if recurrent:  # the fused recurrent kernels have none either
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        if precision == "bfloat16":
+            stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            for module, flag in flags.items():
+                module.training = flag
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_attention)
+            for module, kept in attributes:
+                module.__dict__.clear()
+                module.__dict__.update(kept)
+
+
+@contextlib.contextmanager
+def arithmetic(device: torch.device, precision: Precision) -> Iterator[None]:
+    """Gradients on whatever the caller's mode, and no rounding that nobody asked for.
+
+    By default cuDNN may round the inputs of float32 convolutions to TF32, and a global switch may
+    do the same to matrix products; here only ``precision="tf32"`` does.
+    """
+    backends: Any = torch.backends
+    if device.type == "cuda":
+        switches = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    else:
+        switches = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+    wanted = "tf32" if precision == "tf32" and device.type == "cuda" else "ieee"
+    before = [switch.fp32_precision for switch in switches]
+    changed = [old not in {wanted, "none" if wanted == "ieee" else wanted} for old in before]
+    with torch.inference_mode(False), torch.enable_grad():
+        for switch, change in zip(switches, changed, strict=True):
+            if change:
+                switch.fp32_precision = wanted
+        try:
+            yield
+        finally:
+            for switch, change, old in zip(switches, changed, before, strict=True):
+                if change:
+                    switch.fp32_precision = old
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.current_device()  # the generators exist once CUDA is initialised
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)

@@ -1,0 +1,81 @@
+"""Hessian products of one chunk by autograd: the graph kept, linearised or compiled.
+
+Only compositions that torch differentiates correctly are used: reverse over reverse, and forward
+over reverse (``linearize`` of ``grad``). Reverse over forward is silently wrong through LayerNorm
+and BatchNorm in torch 2.13.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from curvlab.parameters import Layout
+
+Product = Callable[[Tensor], Tensor]  # (b, n) -> (b, n)
+Scalar = Callable[[Sequence[Tensor]], Tensor]
+
+
+def kept(value: Tensor, parameters: Sequence[Tensor], layout: Layout) -> Product:
+    """Keep the graph of the gradient of ``value``: one backward pass through it per vector."""
+    gradients = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
+    return backward(gradients, parameters, layout)
+
+
+def backward(
+    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], layout: Layout
+) -> Product:
+    """Vectors through the graph of ``gradients``, one per parameter."""
+    dependent = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
+    used, roots = [i for i, _ in dependent], [g for _, g in dependent]
+
+    def product(block: Tensor) -> Tensor:
+        result = torch.zeros_like(block)
+        if not roots:  # the gradient does not depend on the parameters
+            return result
+        for vector, row in zip(block, result, strict=True):
+            pieces = layout.unflatten(vector)
+            images = torch.autograd.grad(
+                roots,
+                parameters,
+                [pieces[i] for i in used],
+                retain_graph=True,
+                allow_unused=True,
+            )
+            layout.flatten(images, out=row)
+        return result
+
+    return product
+
+
+def linearised(scalar: Scalar, parameters: Sequence[Tensor], layout: Layout) -> Product:
+    """Trace the derivative of the gradient once, with everything that is constant folded."""
+    point = tuple(parameter.detach() for parameter in parameters)
+    _, push = torch.func.linearize(torch.func.grad(scalar), point)
+
+    def product(block: Tensor) -> Tensor:
+        result = torch.empty_like(block)
+        with torch.no_grad():
+            for vector, row in zip(block, result, strict=True):
+                layout.flatten(push(tuple(layout.unflatten(vector))), out=row)
+        return result
+
+    return product
+
+
+def compiled(scalar: Scalar, parameters: Sequence[Tensor], layout: Layout) -> Product:
+    """Compile the gradient; its backward, with the primal kept, is the product.
+
+    Compiling takes minutes: for long work, or a GPU.
+    """
+    from torch._functorch import config
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    point = tuple(parameter.detach() for parameter in parameters)
+    traced = make_fx(lambda *p: torch.func.grad(scalar)(p))(*point)
+    # donated buffers would be overwritten by the first product
+    with config.patch(donated_buffer=False):
+        gradients = torch.compile(traced, dynamic=False)(*parameters)
+        product = backward(gradients, parameters, layout)
+        product(torch.zeros(1, layout.n, dtype=point[0].dtype, device=point[0].device))
+    return product

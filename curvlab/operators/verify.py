@@ -1,0 +1,91 @@
+"""What is checked of a problem before it is differentiated: is it one function, summed how?"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from curvlab.batches import rows, sample_count
+from curvlab.operators.objective import Reduction
+
+if TYPE_CHECKING:
+    from curvlab.operators.problem import Problem
+
+MIXED = 48  # samples picked from all over the data
+
+
+def require_deterministic(problem: "Problem") -> None:
+    """Raise if the loss is random, or does not depend on the selected parameters."""
+    batch = problem.batches.pieces(None if problem.whole else 16)[0]
+    seeds = (0, 0) if problem.masks_frozen else (0, 1)
+    once, again = (problem.value(batch, seed) for seed in seeds)
+    if math.isfinite(once) and abs(once - again) > problem.tolerance * abs(once):
+        raise ValueError(
+            f"the loss of the same samples is {once:.9g}, then {again:.9g}: the model or the loss "
+            "draws random numbers (functional dropout, noise, sampling). Call model.eval(), or "
+            'pass mode="eval" or mode="frozen masks"'
+        )
+    if not problem.depends(batch):
+        raise ValueError(
+            "none of the selected parameters affects the loss: select= names parameters that the "
+            "forward pass does not use, or the forward pass detaches them"
+        )
+
+
+def settle_reduction(
+    problem: "Problem", given: Reduction | None, stated: Reduction | None
+) -> Reduction:
+    """Mean or sum: as given, as the loss says, or as it behaves; verified unless batches are whole.
+
+    The samples compared are picked from all over the data: data sorted by class would hide class
+    weights from a look at neighbours.
+    """
+    if given not in (None, "mean", "sum"):
+        raise ValueError(f'reduction= is "mean" or "sum"; got {given!r}')
+    claimed = given or stated
+    if problem.whole:
+        return claimed or "mean"
+    for batch in problem.batches.joined:
+        samples = sample_count(batch) or 1
+        step = max(1, samples // MIXED)
+        mixed = rows(batch, torch.arange(0, samples, step, device=problem.device))
+        value = problem.value(mixed, 0)
+        if claimed is None and samples > 1 and math.isfinite(value):
+            mean, total = (additive(problem, mixed, value, how) for how in ("mean", "sum"))
+            claimed = "sum" if total and not mean else "mean"
+        require_additive(problem, mixed, value, claimed or "mean")
+    return claimed or "mean"
+
+
+def require_additive(problem: "Problem", batch: Any, value: float, reduction: Reduction) -> None:
+    """Raise unless ``value``, the loss of ``batch``, is the mean (sum) of its samples' losses."""
+    if problem.whole or additive(problem, batch, value, reduction):
+        return
+    raise ValueError(
+        f"the loss of {describe(batch)} is not the {reduction} over its samples: cut in two, the "
+        "parts make another value. Usual causes and cures: class weights or ignore_index divide by "
+        "something else than the number of samples (pass count=, a function of a batch that gives "
+        'what its mean divides by, or a loss with reduction="sum"); reduction= is not what the '
+        "loss does; the samples of a batch are coupled, or do not lie along the first dimension "
+        '(pass chunk="batch": batches are then never cut, and their means are weighed by count=)'
+    )
+
+
+def additive(problem: "Problem", batch: Any, value: float, reduction: str) -> bool:
+    """Whether a third of ``batch`` and the rest make up ``value``, to rounding."""
+    samples = sample_count(batch)
+    if samples is None or samples < 2 or not math.isfinite(value):
+        return True
+    cut = max(1, samples // 3)
+    parts = [rows(batch, slice(0, cut)), rows(batch, slice(cut, samples))]
+    mean = reduction == "mean"
+    counts = [problem.count_of(part) if mean else 1.0 for part in parts]
+    # a part that counts nothing (all targets ignored) has no mean
+    terms = [n * problem.value(part, 0) for part, n in zip(parts, counts, strict=True) if n]
+    together = math.fsum(terms) / (math.fsum(counts) if mean else 1.0)
+    return abs(value - together) <= problem.tolerance * max(abs(value), abs(together))
+
+
+def describe(batch: Any) -> str:
+    count = sample_count(batch)
+    return "one batch" if count is None else f"{count} samples"
