@@ -11,7 +11,9 @@ import json
 import os
 import platform
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,22 @@ import torch
 from torch import Tensor
 
 FORMAT = 1
+PIECE_BYTES = 1 << 26  # read at a time from a file that may be larger than the memory
+
+# torch's dtypes by the names that safetensors files use.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class StorageError(ValueError):
@@ -68,12 +86,95 @@ def load_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
         raise StorageError(f"{path} is a safetensors file, but curvlab did not write it")
     if header.get("sha256") != _digest(text, tensors):
         raise StorageError(f"{path} is damaged: its checksum does not match its content")
-    manifest: dict[str, Any] = json.loads(text)
-    if manifest["kind"] != kind:
-        raise StorageError(f"{path} holds a {manifest['kind']}, not a {kind}")
-    if manifest["format"] > FORMAT:
-        raise StorageError(f"{path} was written by a newer curvlab ({manifest['curvlab']}): update")
-    return tensors, manifest
+    return tensors, _checked_manifest(path, text, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A tensor that is never whole in memory.
+
+    Attributes:
+        read: Called for an iteration over consecutive parts along the first dimension; called
+            twice, and must give the same both times.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Iterable[Tensor]]
+
+
+def save_pieces(
+    path: str | Path, kind: str, tensors: Mapping[str, Pieces], manifest: Mapping[str, Any]
+) -> Path:
+    """:func:`save_tensors` for tensors larger than the memory; the same file, written in pieces."""
+    text = json.dumps({**versions(), **manifest, "kind": kind, "format": FORMAT}, sort_keys=True)
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    entries: dict[str, Any] = {
+        "__metadata__": {"curvlab": text, "sha256": _digest_pieces(text, tensors)}
+    }
+    # Widest first, so that every tensor starts at a multiple of its element size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        stop = offset + tensor.dtype.itemsize * torch.Size(tensor.shape).numel()
+        shape = list(tensor.shape)
+        entries[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": shape,
+            "data_offsets": [offset, stop],
+        }
+        offset = stop
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+
+    def write(temporary: str) -> None:
+        with Path(temporary).open("wb") as file:
+            file.write(len(header).to_bytes(8, "little"))
+            file.write(header)
+            for name in order:
+                for piece in tensors[name].read():
+                    file.write(_bytes(piece))
+            if file.tell() != 8 + len(header) + offset:
+                raise ValueError("the pieces of a tensor do not add up to its shape")
+
+    write_atomically(path, write)
+    return Path(path)
+
+
+@contextmanager
+def open_pieces(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Pieces], dict[str, Any]]]:
+    """:func:`load_tensors` for tensors larger than the memory: verified, then read in pieces."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise StorageError(f"{path} does not exist")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: _stored_pieces(file, name) for name in file.keys()}  # noqa: SIM118
+            text = header.get("curvlab")
+            if text is None:
+                raise StorageError(f"{path} is a safetensors file, but curvlab did not write it")
+            if header.get("sha256") != _digest_pieces(text, tensors):
+                raise StorageError(f"{path} is damaged: its checksum does not match its content")
+            yield tensors, _checked_manifest(path, text, kind)
+    except (SafetensorError, OSError, KeyError) as error:
+        raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
+
+
+def _stored_pieces(file: Any, name: str) -> Pieces:
+    part = file.get_slice(name)
+    shape, dtype = tuple(part.get_shape()), DTYPES[part.get_dtype()]
+
+    def read() -> Iterator[Tensor]:
+        row = dtype.itemsize * torch.Size(shape[1:]).numel()
+        at_once = max(1, PIECE_BYTES // max(row, 1))
+        for start in range(0, shape[0], at_once):
+            yield part[start : min(start + at_once, shape[0])]
+
+    return Pieces(dtype, shape, read)
 
 
 def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
@@ -109,10 +210,32 @@ def versions() -> dict[str, str]:
     }
 
 
+def _checked_manifest(path: Path, text: str, kind: str) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads(text)
+    if manifest["kind"] != kind:
+        raise StorageError(f"{path} holds a {manifest['kind']}, not a {kind}")
+    if manifest["format"] > FORMAT:
+        raise StorageError(f"{path} was written by a newer curvlab ({manifest['curvlab']}): update")
+    return manifest
+
+
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    def whole(tensor: Tensor) -> Pieces:
+        return Pieces(tensor.dtype, tuple(tensor.shape), lambda: [tensor])
+
+    return _digest_pieces(text, {name: whole(tensor) for name, tensor in tensors.items()})
+
+
+def _digest_pieces(text: str, tensors: Mapping[str, Pieces]) -> str:
     total = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
-        total.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
-        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        total.update(f"{name}:{tensor.dtype}:{tensor.shape}:".encode())
+        for piece in tensor.read():
+            total.update(_bytes(piece))
     return total.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

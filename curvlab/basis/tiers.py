@@ -1,0 +1,195 @@
+"""Where the rows of a basis live: on the device, in pinned host memory, or in a file.
+
+A tier allocates slabs of rows, and says how many rows pass through the device at a time. The basis
+computes on pieces of slabs and does not know where they come from.
+"""
+
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from curvlab_kernels.formats import BLOCK, LEVELS
+from torch import Tensor
+
+from curvlab.storage import StorageError
+
+PIECE_BYTES = 1 << 28  # of rows in flight, when they do not all stay on the device
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """Memory for some rows: ``rows`` ``(c, ld)``, ``scales`` ``(c, ceil(ld / 64))`` or ``None``."""
+
+    rows: Tensor
+    scales: Tensor | None
+
+
+class Tier(Protocol):
+    """What a basis asks of the place that holds its rows."""
+
+    @property
+    def resident(self) -> bool:
+        """Whether all rows are always at hand, so that whole slabs are computed on at once."""
+        ...
+
+    def allocate(self, count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Slab:
+        """Zeroed memory for ``count`` rows of ``ld`` elements of a basis on ``device``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Rows in the memory of the device that computes on them."""
+
+    resident: bool = True
+
+    def allocate(self, count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Slab:
+        return Slab(
+            torch.zeros(count, ld, dtype=dtype, device=device),
+            _scales(count, ld, dtype, device, pin=False),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedHost:
+    """Rows in page-locked host memory; pieces are copied to the device ahead of their use.
+
+    For a basis on the CPU this is ordinary memory.
+    """
+
+    resident: bool = False
+
+    def allocate(self, count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Slab:
+        pin = device.type == "cuda"
+        host = torch.device("cpu")
+        return Slab(
+            torch.zeros(count, ld, dtype=dtype, pin_memory=pin),
+            _scales(count, ld, dtype, host, pin=pin),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MappedFile:
+    """Rows in files of ``folder``, mapped into memory: the basis may be larger than the memory.
+
+    The files are scratch space, without a name once they are mapped: their room on disk is free
+    again when the basis is. :meth:`Basis.save` writes a file to keep. A disk without room is
+    reported when rows are allocated.
+    """
+
+    folder: str | Path
+    resident: bool = False
+
+    def allocate(
+        self,
+        count: int,
+        ld: int,
+        dtype: torch.dtype,
+        device: torch.device,  # noqa: ARG002 (every tier has one signature)
+    ) -> Slab:
+        scale_count = count * -(-ld // BLOCK) if dtype in LEVELS else 0
+        row_size = count * ld * dtype.itemsize
+        total = row_size + 4 * scale_count
+        data = _mapped(Path(self.folder), total)
+        rows = data[:row_size].view(dtype).view(count, ld)
+        if not scale_count:
+            return Slab(rows, None)
+        return Slab(rows, data[row_size:].view(torch.float32).view(count, -1))
+
+
+def pieces(
+    slab: Slab, used: int, device: torch.device, resident: bool
+) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """The first ``used`` rows of a slab on ``device``: index of the first, rows, scales.
+
+    All at once if they are resident; otherwise few enough at a time to fit beside other work, the
+    next piece being copied while the current one is used.
+    """
+    if used == 0:
+        return
+    row_size = slab.rows.shape[1] * slab.rows.itemsize
+    at_once = used if resident else max(1, PIECE_BYTES // row_size)
+    cuts = [slice(start, min(start + at_once, used)) for start in range(0, used, at_once)]
+    if slab.rows.device == device:
+        for cut in cuts:
+            yield cut.start, slab.rows[cut], None if slab.scales is None else slab.scales[cut]
+    else:
+        yield from _copied_ahead(slab, cuts, device)
+
+
+def _copied_ahead(
+    slab: Slab, cuts: list[slice], device: torch.device
+) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """Pieces on a CUDA device: two buffers, a copy stream, and events in both directions."""
+    copying: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    computing = torch.cuda.current_stream(device)
+    buffers = [_like(slab, cuts[0], device) for _ in cuts[:2]]
+    events: Any = torch.cuda.Event
+    arrived, consumed = [events() for _ in buffers], [events() for _ in buffers]
+    copying.wait_stream(computing)  # the buffers' memory may still be in use by earlier work
+
+    def copy(index: int) -> None:
+        which = index % 2
+        with torch.cuda.stream(copying):
+            if index >= 2:
+                copying.wait_event(consumed[which])
+            _copy_ahead(slab, cuts[index], buffers[which])
+            arrived[which].record(copying)
+
+    copy(0)
+    for index, cut in enumerate(cuts):
+        if index + 1 < len(cuts):
+            copy(index + 1)
+        which, count = index % 2, cut.stop - cut.start
+        computing.wait_event(arrived[which])
+        rows, scales = buffers[which].rows, buffers[which].scales
+        yield cut.start, rows[:count], None if scales is None else scales[:count]
+        consumed[which].record(computing)
+
+
+def _like(slab: Slab, cut: slice, device: torch.device) -> Slab:
+    rows = torch.empty_like(slab.rows[cut], device=device)
+    scales = None if slab.scales is None else torch.empty_like(slab.scales[cut], device=device)
+    return Slab(rows, scales)
+
+
+def _copy_ahead(slab: Slab, cut: slice, buffer: Slab) -> None:
+    count = cut.stop - cut.start
+    buffer.rows[:count].copy_(slab.rows[cut], non_blocking=True)
+    if buffer.scales is not None and slab.scales is not None:
+        buffer.scales[:count].copy_(slab.scales[cut], non_blocking=True)
+
+
+def _scales(
+    count: int, ld: int, dtype: torch.dtype, device: torch.device, pin: bool
+) -> Tensor | None:
+    if dtype not in LEVELS:
+        return None
+    return torch.zeros(count, -(-ld // BLOCK), device=device, pin_memory=pin)
+
+
+def _mapped(folder: Path, size: int) -> Tensor:
+    """A new file of ``size`` zero bytes in ``folder``, mapped as a uint8 tensor ``(size,)``."""
+    path = folder / f"basis-{uuid.uuid4().hex}.raw"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as file:
+            if hasattr(os, "posix_fallocate"):
+                # Reserved now: a write to a mapped page without room on disk kills the process.
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+        data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        path.unlink(missing_ok=True)
+        raise StorageError(
+            f"no room for {size} bytes of a basis in {folder}: {error}. Use another folder, a "
+            "narrower dtype or a smaller capacity"
+        ) from error
+    if os.name == "posix":
+        path.unlink()  # the mapping keeps the space; it is freed with the basis, even after a crash
+    return data
