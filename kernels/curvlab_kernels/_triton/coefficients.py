@@ -1,0 +1,228 @@
+"""``c = M g``: inner products of the rows with one vector or a block, in two stages.
+
+Stage one: a program takes a group of rows, up to four vectors and a chunk of at most 64k columns,
+and walks over them in tiles. Every element of a tile has its own float32 sum, of at most 512
+products; they are added in float64. Stage two adds the chunks
+(:mod:`curvlab_kernels._triton.sums`). The basis is read once (for a block once per four vectors,
+but the first time only from memory: the programs are neighbours and share the L2 cache), a vector
+once per group of rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from curvlab_kernels._triton.launch import launch
+from curvlab_kernels._triton.sums import sum_chunks
+from curvlab_kernels._triton.tiles import (
+    VECTORS,
+    dot_shape,
+    load_piece,
+    load_rows,
+    work_dtype,
+)
+
+PROGRAMS = 2048  # enough to fill any GPU several times over; a constant, so results are portable
+FEW = 64  # chunks that a consumer can add up by itself, without a launch of stage two
+LONGEST = 65536  # columns of a chunk
+
+
+def coefficients(rows: Tensor, vectors: Tensor, scales: Tensor | None = None) -> Tensor:
+    """``c = M g``, float64: ``(m,)`` for vectors ``(n,)``, ``(b, m)`` for ``(b, n)``."""
+    m, b = rows.shape[0], vectors.shape[0] if vectors.ndim == 2 else 1
+    if m == 0 or b == 0:
+        return vectors.new_zeros((*vectors.shape[:-1], m), dtype=torch.float64)
+    partials = partial_coefficients(rows, vectors, scales, work_dtype(vectors, rows))
+    return sum_chunks(partials.view(partials.shape[0], -1)).view(*vectors.shape[:-1], m)
+
+
+def chunking(n: int, columns: int, groups: int) -> tuple[int, int]:
+    """How many chunks, of how many tiles each; depends on the problem only, not on the device."""
+    tiles = -(-n // columns)
+    if tiles <= 8 * FEW:
+        chunks = min(tiles, FEW)
+    else:
+        chunks = max(-(-PROGRAMS // groups), -(-n // LONGEST), FEW)
+    per_chunk = -(-tiles // min(chunks, tiles))
+    return -(-tiles // per_chunk), per_chunk
+
+
+def partial_coefficients(
+    rows: Tensor,
+    vectors: Tensor,
+    scales: Tensor | None,
+    work: tl.dtype,
+    squares: bool = False,
+) -> Tensor:
+    """Stage one: ``(chunks, b, m)`` float64, for ``m >= 1`` and ``b >= 1``.
+
+    With ``squares``, for one vector: ``(chunks, 1, m + 1)``, where the last is the sum of its
+    squares.
+    """
+    m, ld = rows.shape
+    b, n = vectors.shape if vectors.ndim == 2 else (1, vectors.shape[0])
+    tile_vectors = 1 if b == 1 else VECTORS
+    tile_rows, columns = dot_shape(rows.dtype, m, tile_vectors, work)
+    groups = -(-m // tile_rows)
+    vector_groups = -(-b // tile_vectors)
+    chunks, tiles = chunking(n, columns, groups * vector_groups)
+    width = m + 1 if squares else m
+    partials = torch.empty(chunks, b, width, dtype=torch.float64, device=rows.device)
+    launch(
+        partials_kernel,
+        chunks * groups * vector_groups,
+        rows,
+        rows if scales is None else scales,
+        vectors,
+        partials,
+        m,
+        b,
+        n,
+        ld // 16,
+        0 if scales is None else scales.shape[1],
+        vectors.stride(0) if b > 1 else 0,
+        width,
+        groups,
+        vector_groups,
+        -(-m // groups),
+        tiles,
+        ROWS=tile_rows,
+        BLOCK=columns,
+        VECTORS=tile_vectors,
+        SCALED=scales is not None,
+        SQUARES=squares,
+        WORK=work,
+    )
+    return partials
+
+
+@triton.jit(
+    do_not_specialize=[
+        "m",
+        "count",
+        "n",
+        "ld16",
+        "scale_ld",
+        "vector_ld",
+        "width",
+        "groups",
+        "vector_groups",
+        "group_rows",
+        "tiles",
+    ]
+)
+def partials_kernel(
+    rows,
+    scales,
+    vectors,
+    partials,
+    m,
+    count,
+    n: tl.int64,
+    ld16: tl.int64,
+    scale_ld: tl.int64,
+    vector_ld: tl.int64,
+    width,
+    groups,
+    vector_groups,
+    group_rows,
+    tiles,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTORS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SQUARES: tl.constexpr,
+    WORK: tl.constexpr,
+):
+    # Programs that share a piece of the basis or of the vectors are neighbours: they meet in L2.
+    program = tl.program_id(0)
+    group = program // vector_groups % groups
+    chunk = (program // vector_groups // groups).to(tl.int64)
+    local = tl.arange(0, ROWS)
+    row = (group * group_rows + local).to(tl.int64)
+    present = (local < group_rows) & (row < m)
+    # Beyond the last vector the last one is taken again, and its result not stored.
+    v0 = (program % vector_groups).to(tl.int64) * VECTORS
+    v1 = tl.minimum(v0 + 1, count - 1)
+    v2 = tl.minimum(v0 + 2, count - 1)
+    v3 = tl.minimum(v0 + 3, count - 1)
+    ld = ld16 * 16  # so that the compiler knows it divisible
+
+    c0 = tl.zeros([ROWS, BLOCK], WORK)
+    c1 = tl.zeros([ROWS, BLOCK], WORK)
+    c2 = tl.zeros([ROWS, BLOCK], WORK)
+    c3 = tl.zeros([ROWS, BLOCK], WORK)
+    square = tl.zeros([BLOCK], tl.float64)
+    full = n // BLOCK
+    first = chunk * tiles
+    # fmt: off
+    for tile_index in range(first, tl.minimum(first + tiles, full)):
+        c0, c1, c2, c3, square = add_tile(
+            c0, c1, c2, c3, square, rows, scales, vectors, row, present, v0, v1, v2, v3, ld,
+            scale_ld, vector_ld, tile_index * BLOCK, n, BLOCK, VECTORS, SCALED, SQUARES, False,
+            WORK)
+    if (first + tiles > full) & (full * BLOCK < n):
+        c0, c1, c2, c3, square = add_tile(
+            c0, c1, c2, c3, square, rows, scales, vectors, row, present, v0, v1, v2, v3, ld,
+            scale_ld, vector_ld, full * BLOCK, n, BLOCK, VECTORS, SCALED, SQUARES, True, WORK)
+    # fmt: on
+    out = partials + (chunk * count + v0) * width
+    tl.store(out + row, tl.sum(c0.to(tl.float64), axis=1), mask=present)
+    if VECTORS > 1:
+        if v0 + 1 < count:
+            tl.store(out + width + row, tl.sum(c1.to(tl.float64), axis=1), mask=present)
+        if v0 + 2 < count:
+            tl.store(out + 2 * width + row, tl.sum(c2.to(tl.float64), axis=1), mask=present)
+        if v0 + 3 < count:
+            tl.store(out + 3 * width + row, tl.sum(c3.to(tl.float64), axis=1), mask=present)
+    if SQUARES:
+        if group == 0:
+            tl.store(out + m, tl.sum(square, axis=0))
+
+
+@triton.jit
+def add_tile(
+    c0,
+    c1,
+    c2,
+    c3,
+    square,
+    rows,
+    scales,
+    vectors,
+    row,
+    present,
+    v0,
+    v1,
+    v2,
+    v3,
+    ld,
+    scale_ld,
+    vector_ld,
+    start,
+    n,
+    BLOCK: tl.constexpr,
+    VECTORS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SQUARES: tl.constexpr,
+    MASKED: tl.constexpr,
+    WORK: tl.constexpr,
+):
+    """Add the products of one tile with one or four vectors, element by element."""
+    # fmt: off
+    tile = load_rows(rows, scales, row, present, ld, scale_ld, start, n,
+                     BLOCK, SCALED, MASKED, WORK)
+    # fmt: on
+    piece = load_piece(vectors, v0, vector_ld, start, n, BLOCK, VECTORS, MASKED)
+    c0 += tile * piece.to(WORK)[None, :]
+    if SQUARES:
+        square += piece.to(tl.float64) * piece.to(tl.float64)
+    if VECTORS > 1:
+        piece = load_piece(vectors, v1, vector_ld, start, n, BLOCK, VECTORS, MASKED)
+        c1 += tile * piece.to(WORK)[None, :]
+        piece = load_piece(vectors, v2, vector_ld, start, n, BLOCK, VECTORS, MASKED)
+        c2 += tile * piece.to(WORK)[None, :]
+        piece = load_piece(vectors, v3, vector_ld, start, n, BLOCK, VECTORS, MASKED)
+        c3 += tile * piece.to(WORK)[None, :]
+    return c0, c1, c2, c3, square
