@@ -42,6 +42,7 @@ class Population(ABC):
 
     Attributes:
         layout: Names, shapes and offsets of the P parameters (those that require a gradient).
+        takes_task: Whether ``forward`` has an argument ``task``.
         velocity: Momentum buffers, or ``None`` without momentum; zeroed before every task.
     """
 
@@ -67,7 +68,7 @@ class Population(ABC):
         self.gradients = torch.zeros_like(self.parameters)
         self.velocity: Tensor | None = None
         self.statistics = RunningStatistics(self.models, batchnorm)
-        self._takes_task = "task" in inspect.signature(self.models[0].forward).parameters
+        self.takes_task = "task" in inspect.signature(self.models[0].forward).parameters
         self._training: bool | None = None
         self.bind()
         self.train_mode(False)
@@ -123,14 +124,14 @@ class Population(ABC):
         """
         values = dict(zip(self.layout.names, self.layout.unflatten(parameters), strict=True))
         values |= self.statistics.of_task(task, s)
-        arguments = (inputs, task) if self._takes_task else (inputs,)
+        arguments = (inputs, task) if self.takes_task else (inputs,)
         result: Tensor = functional_call(self.models[s], values, arguments)
         return result
 
     def call(self, s: int, inputs: Tensor, task: int) -> Tensor:
         """``models[s]`` applied to ``inputs`` ``(N, ...)``, in its present mode, hooks included."""
         model = self.models[s]
-        result: Tensor = model(inputs, task) if self._takes_task else model(inputs)
+        result: Tensor = model(inputs, task) if self.takes_task else model(inputs)
         return result
 
     def bind(self) -> None:

@@ -10,9 +10,9 @@ import torch
 
 
 def derived_seed(seed: int, purpose: str, *position: int) -> int:
-    """A 63-bit seed, a function of its arguments alone."""
+    """A 40-bit seed, a function of its arguments alone."""
     text = f"{purpose}:{seed}:{':'.join(map(str, position))}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "little")
 
 
 def derived_generator(seed: int, purpose: str, *position: int) -> torch.Generator:

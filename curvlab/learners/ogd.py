@@ -1,0 +1,191 @@
+"""OGD: steps orthogonal to the gradients of old tasks' logits, so that these do not move at first.
+
+Stored for each sample of a task: the gradients of all its logits (OGD), or only of that of its true
+label (OGD-GTL). The paper's variant keeps of a task's gradients the leading singular directions
+that hold 1 - eps of the squared singular values.
+
+What this protects is the outer-product part of the Hessian, H^O: with all logits stored, u' H^O u
+is zero for every allowed u, but u' H u is not, away from a minimum. With the true label alone the
+protection depends on the number of classes and does not become exact as the predictions become
+certain: of the output Hessian diag(p) - p p' it removes one direction, and the others vanish no
+faster (p1 -> 1 leaves them at 1/(K-1) of the removed one).
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from curvlab.learners.base import Learner
+from curvlab.learners.memory import DenseMemory
+from curvlab.learners.population import Population
+from curvlab.learners.sample_gradients import mlp_factors, sample_gradients
+from curvlab.learners.seeds import derived_generator
+from curvlab.learners.stacked import StackedMLP
+from curvlab.learners.structured import StructuredMemory, kept_by_energy
+from curvlab.tasks.samples import Samples, subset
+
+Logits = Literal["true", "all"]
+# Columns of dense rows that are looked at in float64 at once.
+COLUMNS = 1 << 16
+
+
+class OGD(Learner):
+    """Orthogonal gradient descent.
+
+    Args:
+        epsilon: Share of the squared singular values of a task's gradients that may be left out;
+            0 keeps everything.
+        samples: Of each task, drawn per seed.
+        logits: ``"true"`` stores one gradient per sample (OGD-GTL), ``"all"`` one per logit.
+        structured: Keep factors in place of rows, for plain MLPs (:mod:`.structured`); ``None``
+            does so where it is possible. Otherwise ``samples * P`` numbers are needed at the end
+            of a task, and the directions that are kept stay as rows.
+        largest: Bytes that dense rows may take at the end of a task.
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 0.01,
+        *,
+        samples: int = 1000,
+        logits: Logits = "true",
+        structured: bool | None = None,
+        largest: int = 8 << 30,
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= epsilon <= 1.0:
+            raise ValueError(f"epsilon= is a share of energy, between 0 and 1; got {epsilon}")
+        if samples < 1:
+            raise ValueError(f"samples= must be at least 1; got {samples}")
+        if logits not in ("true", "all"):
+            raise ValueError(f"logits= must be 'true' or 'all'; got {logits!r}")
+        self.epsilon, self.samples, self.logits = epsilon, samples, logits
+        self.structured, self.largest = structured, largest
+        self._factors: list[StructuredMemory] = []
+        self._dense: DenseMemory | None = None
+
+    def before_task(self, population: Population, task: int, samples: Samples) -> None:
+        if task == 0:
+            self._prepare(population)
+            rows = min(self.samples, len(samples))
+            needed = rows * population.n * population.parameters.element_size()
+            if self._dense is not None and needed > self.largest:
+                raise ValueError(
+                    f"{rows} gradients of {population.n} numbers take {needed / 1e9:.1f} GB, more "
+                    f"than largest={self.largest / 1e9:.1f} GB: lower samples= or raise largest="
+                )
+
+    def _prepare(self, population: Population) -> None:
+        plain = isinstance(population, StackedMLP)
+        if self.structured and not plain:
+            raise ValueError(
+                "structured=True needs plain MLPs (linear layers with ReLU or Tanh between); leave "
+                "it out for other networks"
+            )
+        if isinstance(population, StackedMLP) and self.structured is not False:
+            self._factors = [
+                StructuredMemory(
+                    population.form,
+                    population.n,
+                    dtype=population.dtype,
+                    device=population.device,
+                )
+                for _ in population.seeds
+            ]
+        else:
+            self._dense = DenseMemory(population)
+
+    def transform_(self, population: Population) -> None:
+        if self._dense is not None:
+            self._dense.project_out_(population.gradients)
+        for memory, gradient in zip(self._factors, population.gradients, strict=False):
+            memory.project_out_(gradient)
+
+    def after_task(self, population: Population, task: int, samples: Samples) -> None:
+        new = []
+        for s, seed in enumerate(population.seeds):
+            generator = derived_generator(seed, "ogd", task)
+            chosen = subset(samples, min(self.samples, len(samples)), seed=generator)
+            cotangents = self._cotangents(population, chosen, task)
+            if self._dense is None and isinstance(population, StackedMLP):
+                parameters = population.parameters[s]
+                factors = mlp_factors(population.form, parameters, chosen.inputs, cotangents)
+                new.append(self._factors[s].extend(factors, self.epsilon))
+            elif self._dense is not None:
+                rows = [
+                    block
+                    for k in range(cotangents.shape[1])
+                    for block in sample_gradients(
+                        population, s, chosen.inputs, cotangents[:, k], task
+                    )
+                ]
+                directions, values = leading_directions(torch.cat(rows), self.epsilon)
+                new.append(self._dense.extend(s, directions, task=task, values=values))
+        sizes = [memory.size for memory in self._factors]
+        sizes_in_bytes = [memory.bytes for memory in self._factors]
+        if self._dense is not None:
+            sizes, sizes_in_bytes = self._dense.sizes, self._dense.bytes
+        self.notes.append({"new": new, "directions": sizes, "memory_bytes": sizes_in_bytes})
+
+    def _cotangents(self, population: Population, chosen: Samples, task: int) -> Tensor:
+        """Which combinations of logits, ``(n, K, C)``."""
+        classes = population.logits(chosen.inputs[:1], task).shape[2]
+        every = torch.eye(classes, dtype=population.dtype, device=population.device)
+        if self.logits == "all":
+            return every.expand(len(chosen), -1, -1)
+        return every[chosen.targets].unsqueeze(1)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "learner": "OGD",
+            "epsilon": self.epsilon,
+            "samples": self.samples,
+            "logits": self.logits,
+            "structured": self.structured,
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        if self._dense is not None:
+            return self._dense.state()
+        return {
+            f"{s}/{name}": value
+            for s, memory in enumerate(self._factors)
+            for name, value in memory.state().items()
+        }
+
+    def load_state(self, population: Population, tensors: dict[str, Tensor]) -> None:
+        self._prepare(population)
+        if self._dense is not None:
+            self._dense.load_state(tensors)
+        for s, memory in enumerate(self._factors):
+            prefix = f"{s}/"
+            memory.load_state(
+                {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            )
+
+
+@torch.no_grad()
+def leading_directions(rows: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Right singular vectors of ``rows`` ``(n, P)`` with 1 - epsilon of the squared values.
+
+    Through the Gram matrix in float64: ``n`` is small beside ``P``.
+
+    Returns:
+        Orthonormal directions ``(r, P)`` in the rows' dtype, and their singular values ``(r,)``,
+        largest first.
+    """
+    gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    pieces = [slice(start, start + COLUMNS) for start in range(0, rows.shape[1], COLUMNS)]
+    for columns in pieces:
+        block = rows[:, columns].double()
+        gram += block @ block.T
+    squares, vectors = torch.linalg.eigh(gram)
+    squares, vectors = squares.flip(0), vectors.flip(1)
+    kept = kept_by_energy(squares, epsilon)
+    values = squares[:kept].sqrt()
+    mixing = (vectors[:, :kept] / values).T
+    directions = torch.zeros(kept, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    for columns in pieces:
+        directions[:, columns] = (mixing @ rows[:, columns].double()).to(rows.dtype)
+    return directions, values

@@ -1,0 +1,143 @@
+"""SGD-dagger: steps orthogonal to the leading eigenvectors of every past task's Hessian.
+
+After task o: the eigenvectors of H_o at its solution with the largest absolute eigenvalues (early
+Hessians are indefinite, and a direction of strong negative curvature hurts the second-order error
+no less) join the memory M; each later step is ``g - M'(M g)``. A fixed number k per task, or as
+many as hold ``1 - epsilon`` of the spectral energy ``||H||_F^2``: epsilon = 1 is plain SGD, and
+epsilon = 0 stops learning after the first task.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from curvlab.eigen import lanczos
+from curvlab.learners.base import Learner
+from curvlab.learners.memory import DenseMemory
+from curvlab.learners.population import Population
+from curvlab.learners.seeds import derived_generator, derived_seed
+from curvlab.operators import Hessian
+from curvlab.tasks.samples import Samples, subset
+
+
+class SGDDagger(Learner):
+    """SGD off the leading Hessian eigenvectors of past tasks.
+
+    Args:
+        k: Eigenvectors kept per task; 0 is plain SGD and P stops learning. Or:
+        epsilon: Share of the spectral energy of a task's Hessian that may be left unprotected.
+        samples: Training samples, drawn per seed, for the Hessian of a task.
+        tol: Relative residual to which eigenvectors are computed.
+        storage: Dtype of the stored vectors, by default the parameters'; float16 halves the
+            memory and its reading for a leak of about 1e-5.
+        largest: Most eigenvectors that ``epsilon`` may take per task.
+    """
+
+    def __init__(
+        self,
+        k: int | None = None,
+        *,
+        epsilon: float | None = None,
+        samples: int = 1000,
+        tol: float = 1e-3,
+        storage: torch.dtype | None = None,
+        largest: int = 1000,
+    ) -> None:
+        super().__init__()
+        if (k is None) == (epsilon is None):
+            raise ValueError(f"SGDDagger takes either k= or epsilon=; got k={k}, epsilon={epsilon}")
+        if k is not None and k < 0:
+            raise ValueError(f"k= is a number of eigenvectors; got {k}")
+        if epsilon is not None and not 0.0 <= epsilon <= 1.0:
+            raise ValueError(f"epsilon= is a share of energy, between 0 and 1; got {epsilon}")
+        if samples < 1:
+            raise ValueError(f"samples= must be at least 1; got {samples}")
+        self.k, self.epsilon, self.samples, self.tol = k, epsilon, samples, tol
+        self.storage, self.largest = storage, largest
+        self.memory: DenseMemory | None = None
+
+    def before_task(self, population: Population, task: int, samples: Samples) -> None:  # noqa: ARG002
+        if task == 0:
+            self.memory = DenseMemory(population, self.storage)
+
+    def transform_(self, population: Population) -> None:
+        if self.memory is not None:
+            self.memory.project_out_(population.gradients)
+
+    def after_task(self, population: Population, task: int, samples: Samples) -> None:
+        memory = self.memory
+        if memory is None:
+            raise RuntimeError("after_task before before_task: learn() calls both")
+        found = [
+            self._protect(memory, population, s, task, samples) for s in range(population.size)
+        ]
+        self.notes.append(
+            {
+                **{name: [one[name] for one in found] for name in found[0]},
+                "directions": memory.sizes,
+                "memory_bytes": memory.bytes,
+            }
+        )
+
+    def _protect(
+        self, memory: DenseMemory, population: Population, s: int, task: int, samples: Samples
+    ) -> dict[str, Any]:
+        if self.epsilon == 1.0 or self.k == 0:
+            return {"k": 0, "new": 0, "products": 0}
+        if self.epsilon == 0.0 or (self.k is not None and self.k >= population.n):
+            memory.fill(s)
+            return {"k": population.n, "new": population.n, "products": 0}
+        hessian = task_hessian(population, s, task, samples, self.samples)
+        seed = derived_seed(population.seeds[s], "lanczos", task)
+        pairs = lanczos(hessian, self.k, tol=self.tol, seed=seed, progress=False)
+        pairs.require_converged()
+        new = memory.extend(s, pairs.vectors, task=task, values=pairs.values)
+        return {"k": len(pairs), "new": new, "products": pairs.matvecs}
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "learner": "SGDDagger",
+            "k": self.k,
+            "epsilon": self.epsilon,
+            "samples": self.samples,
+            "tol": self.tol,
+            "storage": None if self.storage is None else str(self.storage),
+            "largest": self.largest,
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        return {} if self.memory is None else self.memory.state()
+
+    def load_state(self, population: Population, tensors: dict[str, Tensor]) -> None:
+        if tensors:
+            self.memory = DenseMemory(population, self.storage)
+            self.memory.load_state(tensors)
+
+
+def task_hessian(population: Population, s: int, task: int, samples: Samples, size: int) -> Hessian:
+    """The Hessian of run ``s`` on ``size`` samples of a task, chosen by the run's seed.
+
+    At the run's present parameters, in eval mode, so with BatchNorm's running statistics.
+    """
+    generator = derived_generator(population.seeds[s], "hessian", task)
+    chosen = subset(samples, min(size, len(samples)), seed=generator)
+    population.train_mode(False)
+    model = population.models[s]
+    if population.takes_task:
+        model = _OfTask(model, task)
+    return Hessian(model, cross_entropy, (chosen.inputs, chosen.targets))
+
+
+class _OfTask(nn.Module):
+    """A model that takes the task, as one of the inputs alone."""
+
+    def __init__(self, model: nn.Module, task: int) -> None:
+        super().__init__()
+        self.model, self.task = model, task
+        self.train(model.training)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.model(inputs, self.task)
+        return result
