@@ -1,15 +1,14 @@
-"""The metrics against hand-worked tables and dense float64 matrices."""
-
-import math
+"""Metrics over matrices and the quadratic model, against hand-worked tables and dense Hessians."""
 
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, hessian
+from torch.func import functional_call, grad, hessian
 from torch.nn.functional import cross_entropy
 
 from curvlab.metrics import (
     NORMS,
+    LowRank,
     accuracy_forgetting,
     average_accuracy,
     average_forgetting,
@@ -17,18 +16,28 @@ from curvlab.metrics import (
     block_diagonality,
     current_accuracy,
     distances,
-    effective_rank,
     expand,
     layer_labels,
+    loss_at,
     loss_forgetting,
-    numerical_rank,
     old_pairs,
-    perturb,
     previous_pairs,
     spectral_similarity,
-    spectrum_above,
 )
-from curvlab.parameters import layout_of, select_parameters
+from curvlab.operators import GaussNewton, Hessian, average
+from curvlab.parameters import (
+    layout_of,
+    load_parameter_vector,
+    parameter_vector,
+    select_parameters,
+)
+from curvlab.tasks import Samples
+
+
+@pytest.fixture(autouse=True)
+def one_thread(pinned_threads):  # noqa: ARG001 (after it)
+    torch.set_num_threads(1)  # the matrices are too small to share: threads only wait
+
 
 NAN = float("nan")
 EXACT = 1e-12  # float64 sums of a few dozen terms
@@ -219,9 +228,7 @@ def test_a_small_distance_keeps_its_digits():
     assert float(distances(far)[0, 1]) == pytest.approx(1e-6, rel=1e-4)
 
 
-# ---- D and S -------------------------------------------------------------------------------------
-
-LABELS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
+# ---- on a network --------------------------------------------------------------------------------
 
 
 def dense_block_diagonality(matrix, labels):
@@ -229,249 +236,96 @@ def dense_block_diagonality(matrix, labels):
     return float(1 - matrix[~inside].abs().mean() / matrix[inside].abs().mean())
 
 
-def test_a_block_diagonal_matrix_scores_one_and_a_hollow_one_scores_low(generator):
-    matrix = symmetric(9, generator)
-    inside = LABELS[:, None] == LABELS[None, :]
-    assert block_diagonality(matrix * inside, LABELS).value == 1.0
-    assert block_diagonality(matrix * (~inside) + 1e-3 * inside, LABELS).value < -10
-
-
-def test_block_diagonality_of_tensor_and_operator_equals_the_definition(generator):
-    lopsided = torch.randn(9, 9, generator=generator, dtype=torch.float64)
-    expected = dense_block_diagonality(lopsided, LABELS)
-    assert block_diagonality(lopsided, LABELS).value == pytest.approx(expected, abs=EXACT)
-    matrix = symmetric(9, generator)
-    found = block_diagonality(Dense(matrix), LABELS)
-    assert found.value == pytest.approx(dense_block_diagonality(matrix, LABELS), abs=EXACT)
-    assert (found.error, found.samples) == (0.0, 9)
-
-
-def uneven(generator):
-    """Blocks of very different size and scale, as layers are."""
-    labels = torch.repeat_interleave(torch.tensor([0, 1, 2, 3]), torch.tensor([200, 60, 30, 10]))
-    scale = 1.0 + 2.0 * labels
-    return symmetric(300, generator) * torch.outer(scale, scale), labels
-
-
-def test_sampled_block_diagonality_is_within_its_error_bars(generator):
-    matrix, labels = uneven(generator)
-    truth = dense_block_diagonality(matrix, labels)
-    scores = [
-        block_diagonality(matrix, labels, columns=60, generator=generator) for _ in range(200)
-    ]
-    pulls = torch.tensor([(s.value - truth) / s.error for s in scores])
-    assert abs(float(pulls.mean())) < 0.25
-    assert 0.8 < float(pulls.std()) < 1.25
-    assert all(abs(s.samples - 60) < 4 for s in scores)
-
-
-def test_spectral_similarity_is_the_cosine_of_matrices(generator):
-    a, b = symmetric(12, generator), symmetric(12, generator)
-    expected = float((a * b).sum() / a.norm() / b.norm())
-    for pair in [(a, b), (Dense(a), Dense(b)), (a, Dense(b))]:
-        assert spectral_similarity(*pair).value == pytest.approx(expected, abs=EXACT)
-    assert spectral_similarity(a, -3 * a).value == pytest.approx(-1.0, abs=EXACT)
-
-
-def test_hutchinson_similarity_is_within_its_error_bars(generator):
-    a = symmetric(200, generator)
-    b = a + 0.1 * symmetric(200, generator, rank=3) * 200
-    truth = spectral_similarity(a, b).value
-    scores = [
-        spectral_similarity(Dense(a), Dense(b), probes=40, generator=generator) for _ in range(100)
-    ]
-    pulls = torch.tensor([(s.value - truth) / s.error for s in scores])
-    assert abs(float(pulls.mean())) < 0.4  # a ratio of estimates has a small bias
-    assert 0.75 < float(pulls.std()) < 1.5
-
-
-def test_equal_operators_have_similarity_one_from_any_probes(generator):
-    a = Dense(symmetric(50, generator))
-    found = spectral_similarity(a, a, probes=3, generator=generator)
-    assert found.value == pytest.approx(1.0, abs=EXACT)
-    assert found.error == pytest.approx(0.0, abs=1e-7)
-
-
-def test_structure_scores_refuse_what_they_cannot_answer(generator):
-    a = symmetric(9, generator)
-    with pytest.raises(ValueError, match="two blocks"):
-        block_diagonality(a, torch.zeros(9, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"labels must be \(9,\)"):
-        block_diagonality(a, LABELS[:5])
-    with pytest.raises(ValueError, match="generator"):
-        block_diagonality(a, LABELS, columns=4)
-    with pytest.raises(ValueError, match="probes >= 2"):
-        spectral_similarity(a, a, probes=1, generator=generator)
-    with pytest.raises(ValueError, match="zero matrix"):
-        spectral_similarity(a, torch.zeros_like(a))
-    with pytest.raises(ValueError, match="9 and 8"):
-        spectral_similarity(a, symmetric(8, generator))
-    with pytest.raises(ValueError, match=r"\(n, n\)"):
-        block_diagonality(torch.zeros(3, 4), LABELS)
-
-
-def test_a_layer_is_its_weight_and_bias_together():
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    labels = layer_labels(layout_of(select_parameters(model)))
-    assert labels.tolist() == [0] * 9 + [1] * 4
-
-
-# ---- the perturbation score ----------------------------------------------------------------------
-
-
-def test_the_score_compares_a_direction_with_random_ones(generator):
-    n = 50
-    values = torch.linspace(1, 5, n, dtype=torch.float64)
-    found = perturb(
-        lambda x: 0.5 * (values * x * x).sum(),
-        torch.zeros(n, dtype=torch.float64),
-        torch.eye(n, dtype=torch.float64)[[n - 1, 0]] * 7,  # norms do not matter
-        generator=generator,
-        random=400,
-        radii=(1e-3, 1.0, 1e4),
-    )
-    assert found.changes[0].tolist() == pytest.approx([2.5e-6, 2.5, 2.5e8])
-    assert found.random_changes.shape == (400, 3)
-    for row, value in zip(found.score(), (5.0, 1.0), strict=True):
-        assert row.tolist() == pytest.approx([value / 3.0] * 3, rel=0.02)
-
-
-def test_overflow_has_one_convention_on_each_side(generator):
-    inf = float("inf")
-    template = perturb(
-        lambda x: x.sum(), torch.zeros(3), torch.eye(3), generator=generator, random=2
-    )
-    rows = torch.tensor([[2.0, inf, NAN, 2.0, inf, 0.0]])
-    found = type(template)(
-        radii=torch.arange(6.0),
-        changes=rows,
-        random_changes=torch.tensor(
-            [[1.0, inf, 1.0, NAN, 1.0, 0.0], [3.0, NAN, 0.0, 1.0, 1.0, 0.0]]
-        ),
-        loss=0.0,
-    )
-    score = found.score()[0].tolist()
-    assert score[:5] == [1.0, 1.0, inf, 0.0, inf]
-    assert math.isnan(score[5])  # neither side moved: nothing was measured
-
-
-def test_reach_is_where_the_score_comes_down_for_good(generator):
-    template = perturb(
-        lambda x: x.sum(), torch.zeros(3), torch.eye(3), generator=generator, random=2
-    )
-    found = type(template)(
-        radii=torch.tensor([1.0, 2.0, 3.0, 4.0]),
-        changes=torch.tensor([[9.0, 1.0, 9.0, 1.0], [9.0, 1.2, 1.9, 0.5], [9.0] * 4, [1.0] * 4]),
-        random_changes=torch.ones(2, 4),
-        loss=0.0,
-    )
-    assert found.reach().tolist() == [4.0, 2.0, float("inf"), 1.0]
-
-
-def test_a_point_whose_loss_is_not_finite_is_refused(generator):
-    with pytest.raises(ValueError, match="at the point itself"):
-        perturb(lambda x: x.sum() / 0, torch.ones(3), torch.eye(3), generator=generator)
-    with pytest.raises(ValueError, match=r"directions \(k, n\)"):
-        perturb(lambda x: x.sum(), torch.ones(3), torch.eye(4), generator=generator)
-
-
-# ---- ranks ---------------------------------------------------------------------------------------
-
-
-def with_spectrum(values, generator):
-    n = len(values)
-    basis = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
-    return basis @ torch.diag(values) @ basis.T
-
-
-def decaying(n, rank):
-    values = torch.zeros(n, dtype=torch.float64)
-    signs = torch.tensor([1.0, -1.0, 1.0]).repeat(n)[:rank]
-    values[:rank] = 10.0 * signs * 0.8 ** torch.arange(rank)
-    return values
-
-
-@pytest.mark.parametrize(("threshold", "relative"), [(1.0, False), (0.1, True), (1e-2, True)])
-def test_the_outer_spectrum_gives_the_rank_of_the_whole(threshold, relative, generator):
-    values = decaying(150, 60)
-    expected = effective_rank(values, threshold, relative=relative)
-    matrix = Dense(with_spectrum(values, generator))
-    found = spectrum_above(matrix, threshold, relative=relative, first=4, tol=1e-6)
-    assert found.reached
-    assert found.complete
-    assert effective_rank(found.values, threshold, relative=relative) == expected
-    assert found.values.abs().diff().max() <= 0
-    kept = values[values.abs().argsort(descending=True)][:expected]
-    torch.testing.assert_close(found.values[:expected], kept, rtol=1e-6, atol=0)
-    assert 0 < found.products <= matrix.products
-
-
-def test_a_rank_that_was_not_reached_is_called_a_lower_bound(generator):
-    found = spectrum_above(Dense(with_spectrum(decaying(150, 60), generator)), 1e-3, most=10)
-    assert not found.reached
-    assert len(found.values) == 10
-
-
-def test_a_matrix_of_low_rank_ends_at_its_zeros(generator):
-    values = decaying(80, 12)
-    found = spectrum_above(Dense(with_spectrum(values, generator)), 0.0, first=16)
-    assert found.reached
-    assert effective_rank(found.values, 1e-9) == 12
-
-
-def test_numerical_rank_depends_on_the_precision_of_the_matrix(generator):
-    values = torch.linalg.eigvalsh(with_spectrum(decaying(40, 7), generator))
-    assert numerical_rank(values) == 7
-    values[values.abs().argmin()] = -1e-5  # above float64 rounding, below float32's
-    assert numerical_rank(values) == 8
-    assert numerical_rank(values, torch.float32) == 7
-    assert effective_rank(torch.zeros(0), 1.0, relative=True) == 0
-    with pytest.raises(ValueError, match="0 or more"):
-        effective_rank(values, -1.0)
-
-
-# ---- on a network --------------------------------------------------------------------------------
-
-
-def test_on_a_network_of_420_parameters_products_equal_the_dense_hessian(generator):
-    """VNC and Taylor terms by products and by the dense Hessian are one number."""
+@pytest.fixture(scope="module")
+def network():
+    """A network of 420 parameters, data, three points and the dense Hessians there."""
+    generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 10, bias=False)).double()
-    parameters = select_parameters(model)
-    layout = layout_of(parameters)
-    assert layout.n == 420
-    x = torch.randn(30, 10, generator=generator, dtype=torch.float64)
-    y = torch.randint(0, 10, (30,), generator=generator)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    layout = layout_of(select_parameters(model))
+    samples = Samples(
+        torch.randn(30, 10, generator=generator, dtype=torch.float64),
+        torch.randint(0, 10, (30,), generator=generator),
+    )
 
     def loss(flat):
         named = dict(zip(layout.names, layout.unflatten(flat), strict=True))
-        return cross_entropy(functional_call(model, named, (x,)), y)
+        return cross_entropy(functional_call(model, named, (samples.inputs,)), samples.targets)
 
-    theta = 0.1 * path(3, 420, generator)
+    theta = parameter_vector(model) + 0.1 * path(3, layout.n, generator)
+    return model, samples, loss, theta, [hessian(loss)(point) for point in theta]
 
-    class Product:
-        n, dtype, device = 420, torch.float64, torch.device("cpu")
 
-        def __init__(self, point):
-            self.point = point.clone().requires_grad_()
-            self.gradient = torch.autograd.grad(loss(self.point), self.point, create_graph=True)[0]
+def at(model, point):
+    load_parameter_vector(model, point)
+    return model
 
-        def __matmul__(self, vectors):
-            return torch.stack(
-                [
-                    torch.autograd.grad(self.gradient, self.point, v, retain_graph=True)[0]
-                    for v in vectors
-                ]
-            )
 
-    products = [Product(point) for point in theta]
-    found = expand(theta, [p.gradient for p in products], products)
-    dense = [hessian(loss)(point) for point in theta]
-    reference = expand(theta, [p.gradient for p in products], map(Dense, dense))
-    for mine, truth in [
-        (found.violation(), reference.violation()),
-        (found.taylor(), reference.taylor()),
+def test_on_420_parameters_products_give_the_numbers_of_the_dense_hessian(network):
+    model, samples, loss, theta, dense = network
+    assert theta.shape[1] == 420
+    data = (samples.inputs, samples.targets)
+    operators = [Hessian(at(model, point), nn.CrossEntropyLoss(), data) for point in theta]
+    gradients = [operator.gradient() for operator in operators]
+    found = expand(theta, gradients, operators)
+    truth = expand(theta, [grad(loss)(point) for point in theta], map(Dense, dense))
+    for mine, reference in [
+        (found.violation(), truth.violation()),
+        (found.taylor(), truth.taylor()),
+        (found.recursion(torch.zeros(3, 3)), truth.recursion(torch.zeros(3, 3))),
     ]:
-        torch.testing.assert_close(mine, truth, atol=1e-12, rtol=1e-10)
+        torch.testing.assert_close(mine, reference, atol=1e-12, rtol=1e-10)
     update = theta[2] - theta[1]
     mean = (dense[0] + dense[1]) / 3
     assert float(found.violation()[2]) == pytest.approx(float(update @ mean @ update), abs=1e-12)
+    whole = average(operators[:2])
+    assert float(2 / 3 * (update @ (whole @ update))) == pytest.approx(float(found.violation()[2]))
+
+
+def test_scores_of_a_networks_operators_are_those_of_its_matrices(network, generator):
+    model, samples, _, theta, dense = network
+    data = (samples.inputs, samples.targets)
+    full = Hessian(at(model, theta[0]), nn.CrossEntropyLoss(), data)
+    outer = GaussNewton(model, nn.CrossEntropyLoss(), data)
+    labels = layer_labels(full.layout)
+    exact = dense_block_diagonality(dense[0], labels)
+    assert block_diagonality(full, labels).value == pytest.approx(exact, abs=1e-10)
+    some = block_diagonality(full, labels, columns=100, generator=generator)
+    assert abs(some.value - exact) < 4 * some.error
+    cosine = spectral_similarity(outer.dense(), dense[0]).value
+    assert cosine < 0.99
+    some = spectral_similarity(outer, full, probes=200, generator=generator)
+    assert abs(some.value - cosine) < 4 * some.error
+    assert some.error < 0.1
+
+
+def test_a_low_rank_hessian_comes_nearer_with_its_rank(network):
+    _, _, _, theta, dense = network
+    truth = expand(theta, torch.zeros(3, 420), map(Dense, dense)).second_order()
+    pairs = [torch.linalg.eigh(matrix) for matrix in dense]
+    errors = []
+    for rank in (0, 20, 100, 420):
+        operators = []
+        for values, columns in pairs:
+            order = values.abs().argsort(descending=True)[:rank]
+            operators.append(LowRank(values[order], columns.T[order]))
+        found = expand(theta, torch.zeros(3, 420), operators).second_order()
+        errors.append(float((found - truth).abs().max()))
+    assert errors[0] > errors[2] > errors[3]
+    assert errors[3] < 1e-10
+    with pytest.raises(ValueError, match=r"vectors \(r, n\)"):
+        LowRank(torch.zeros(2), torch.zeros(3, 5))
+
+
+def test_the_loss_as_a_function_of_parameters_is_a_mean_over_samples(network):
+    model, samples, loss, theta, _ = network
+    function = loss_at(at(model, theta[0]), samples, rows=7)  # 30 = 4 * 7 + 2
+    load_parameter_vector(model, theta[2])  # must not matter
+    assert float(function(theta[1])) == pytest.approx(float(loss(theta[1])), rel=1e-12)
+    noisy = nn.Sequential(nn.Linear(10, 10), nn.Dropout(0.5)).double()
+    function = loss_at(noisy, samples)
+    point = parameter_vector(noisy)
+    assert function(point) == function(point)
+    assert noisy.training

@@ -12,8 +12,8 @@ from curvlab.metrics.forgetting import (
     old_pairs,
     previous_pairs,
 )
-from curvlab.metrics.perturbation import RADII, Perturbation, perturb
-from curvlab.metrics.quadratic import Expansion, distances, expand
+from curvlab.metrics.perturbation import RADII, Perturbation, loss_at, perturb
+from curvlab.metrics.quadratic import Expansion, LowRank, distances, expand
 from curvlab.metrics.rank import Spectrum, effective_rank, numerical_rank, spectrum_above
 from curvlab.metrics.structure import (
     Estimate,
@@ -27,6 +27,7 @@ __all__ = [
     "RADII",
     "Estimate",
     "Expansion",
+    "LowRank",
     "Norm",
     "Perturbation",
     "Spectrum",
@@ -40,6 +41,7 @@ __all__ = [
     "effective_rank",
     "expand",
     "layer_labels",
+    "loss_at",
     "loss_forgetting",
     "numerical_rank",
     "old_pairs",

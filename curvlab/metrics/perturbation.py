@@ -8,11 +8,17 @@ s -> |g'v| / (|g| sqrt(2 / (pi P))), which is about 1 or less for a v unrelated 
 plateau only at a converged model (:func:`curvlab.theory.plateau_score` and `slope_score`).
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from curvlab.parameters import layout_of, select_parameters
+from curvlab.tasks import Samples
 
 RADII = tuple(10.0 ** (power / 4) for power in range(-12, 17))  # 10^-3 .. 10^4, four per decade
 
@@ -64,6 +70,30 @@ class Perturbation:
         settled = after.float().argmax(1)
         reach = self.radii[settled]
         return torch.where(after.any(1), reach, torch.full_like(reach, float("inf")))
+
+
+def loss_at(model: nn.Module, samples: Samples, *, rows: int = 1000) -> Callable[[Tensor], Tensor]:
+    """The mean cross-entropy on ``samples`` as a function of flat parameters ``(n,)``.
+
+    Args:
+        model: Copied in its present state and put in eval mode; later training changes nothing.
+        samples: All of them are used, on the model's device and in its dtype.
+        rows: Samples per forward pass; the mean is over samples, not over passes.
+    """
+    model = copy.deepcopy(model).eval()
+    layout = layout_of(select_parameters(model))
+
+    @torch.no_grad()
+    def loss(parameters: Tensor) -> Tensor:
+        named = dict(zip(layout.names, layout.unflatten(parameters), strict=True))
+        total = torch.zeros((), dtype=torch.float64, device=parameters.device)
+        for start in range(0, len(samples), rows):
+            part = samples[start : start + rows]
+            outputs = functional_call(model, named, (part.inputs,))
+            total += cross_entropy(outputs.double(), part.targets, reduction="sum")
+        return total / len(samples)
+
+    return loss
 
 
 @torch.no_grad()

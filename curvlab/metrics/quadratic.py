@@ -13,7 +13,29 @@ import torch
 from torch import Tensor
 
 from curvlab.metrics.forgetting import Norm, average_forgetting
+from curvlab.operators import Operator
 from curvlab.probe import LinearOperator
+
+
+class LowRank(Operator):
+    """V' diag(values) V: what r eigenpairs tell of a Hessian (tab:RNC100TAYLOR, tab:RNC100EQ3).
+
+    Args:
+        values: ``(r,)``.
+        vectors: ``(r, n)``, orthonormal rows.
+    """
+
+    def __init__(self, values: Tensor, vectors: Tensor) -> None:
+        if vectors.dim() != 2 or values.shape != vectors.shape[:1]:
+            raise ValueError(
+                "LowRank needs values (r,) and vectors (r, n); "
+                f"got {tuple(values.shape)} and {tuple(vectors.shape)}"
+            )
+        super().__init__(vectors.shape[1], vectors.dtype, vectors.device)
+        self.values, self.vectors = values.to(vectors), vectors
+
+    def _product(self, block: Tensor) -> Tensor:
+        return ((block @ self.vectors.T) * self.values) @ self.vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +123,8 @@ def expand(
     Args:
         parameters: ``(T, n)``: theta_t, the parameters after each task.
         gradients: g_o ``(n,)``, the gradient of loss o at theta_o, for o = 0..T-2 at least.
-        operators: H_o, the Hessian of loss o at theta_o (or what stands for it: Gauss-Newton, a
-            low-rank part), for o = 0..T-2 at least.
+        operators: H_o, the Hessian of loss o at theta_o (or what stands for it: Gauss-Newton,
+            :class:`LowRank`), for o = 0..T-2 at least.
             Both are read one at a time, so a generator may build each operator when it is wanted.
     """
     if parameters.dim() != 2 or parameters.shape[0] < 1:
