@@ -1,0 +1,68 @@
+"""The three networks every benchmark of curvature uses, with random data of the right shapes.
+
+Speed does not depend on what the images show; weights are the seeded initial ones. Modes are
+``eval``: batch statistics couple samples, and no two tools would mean the same Hessian. BatchNorm's
+statistics are those of the batch: with the initial ones activations grow from layer to layer until
+the softmax saturates, and the Hessian is zero to rounding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from curvlab.nets import mlp, slim_resnet18, vit_cifar
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A model in eval mode, its loss (a module: some peers take nothing else) and one batch."""
+
+    name: str
+    model: nn.Module
+    loss: nn.Module
+    inputs: Tensor
+    targets: Tensor
+
+    @property
+    def samples(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def n(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def _network(name: str, model: nn.Module, classes: int, *shape: int) -> Network:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(*shape, generator=generator)
+    targets = torch.randint(classes, (shape[0],), generator=generator)
+    _settle_statistics(model, inputs)
+    return Network(name, model.eval(), nn.CrossEntropyLoss(), inputs, targets)
+
+
+@torch.no_grad()
+def _settle_statistics(model: nn.Module, inputs: Tensor) -> None:
+    layers = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    if layers:
+        before = [layer.momentum for layer in layers]
+        for layer in layers:
+            layer.momentum = 1.0
+        model.train()(inputs)
+        for layer, momentum in zip(layers, before, strict=True):
+            layer.momentum = momentum
+
+
+# "full" are the sizes that the targets speak of; "small" runs in seconds, to see that all works.
+FULL: dict[str, Callable[[], Network]] = {
+    "mlp": lambda: _network("mlp", mlp(), 10, 1000, 196),
+    "resnet": lambda: _network("resnet", slim_resnet18(5), 5, 32, 3, 32, 32),
+    "vit": lambda: _network("vit", vit_cifar(2), 2, 16, 3, 32, 32),
+}
+SMALL: dict[str, Callable[[], Network]] = {
+    "mlp": lambda: _network("mlp", mlp((40, 20, 20, 10)), 10, 200, 40),
+    "resnet": lambda: _network("resnet", slim_resnet18(5, nf=4), 5, 4, 3, 16, 16),
+    "vit": lambda: _network("vit", vit_cifar(2, hidden=32, depth=2, heads=4), 2, 4, 3, 32, 32),
+}
+SIZES = {"small": SMALL, "full": FULL}

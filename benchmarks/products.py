@@ -1,0 +1,237 @@
+"""Hessian and Gauss-Newton products: every engine and peer on the three networks.
+
+    python -m benchmarks.products [--size small|full] [--networks mlp resnet vit] [--out FILE.csv]
+
+Each contender is built once, must agree with a float64 truth computed by plain autograd, and only
+then is timed, interleaved with the unit: one gradient on the same data. Columns: time per vector in
+gradients (20 % - 80 %), time to set up (first product included) in gradients, peak memory of
+building and first product, relative error. A contender that is wrong or fails is shown as such and
+not timed. ``--compiled`` adds the compiled engine, which takes minutes to set up.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks import peers
+from benchmarks.measure import (
+    Quantiles,
+    Row,
+    environment,
+    format_table,
+    interleave,
+    peak_memory,
+    per_round_ratio,
+    pinned_threads,
+    quantiles,
+    relative_error,
+    row,
+    version_of,
+    write_rows,
+)
+from benchmarks.networks import SIZES, Network
+from benchmarks.plain import PLAIN, Product, truth
+from curvlab.operators import GaussNewton, Hessian
+
+LIMIT = 1e-4  # relative error of a float32 product that rounding explains
+WIDTH = 16  # vectors in a block
+UNIT = "one gradient"
+KINDS = {"hessian": Hessian, "gauss_newton": GaussNewton}
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way to build a product, and how many vectors it is given at once."""
+
+    name: str
+    version: str
+    build: Callable[[], Product]
+    width: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the gate found."""
+
+    contender: Contender
+    product: Product | None
+    error: float
+    setup: float
+    memory: int
+
+
+def contenders(network: Network, kind: str, compiled: bool) -> list[Contender]:
+    """Plain autograd, every engine of curvlab, and the peers that are installed."""
+    data = (network.inputs, network.targets)
+    ours = version_of("curvlab")
+
+    def engine(name: str) -> Callable[[], Product]:
+        def build() -> Product:
+            operator = KINDS[kind](network.model, network.loss, data, engine=name, check=False)  # type: ignore[arg-type]
+            return lambda block: operator @ block
+
+        return build
+
+    engines = ["auto", "retained", "rebuilt", "linearised"]
+    if compiled and kind == "hessian":
+        engines.append("compiled")
+    if network.name == "mlp":
+        engines.append("mlp")
+    torch_version = str(torch.__version__)
+    found = [Contender("plain autograd", torch_version, lambda: PLAIN[kind](network))]
+    found += [Contender(f"curvlab {name}", ours, engine(name)) for name in engines]
+    if network.name == "mlp":
+        found.append(Contender(f"curvlab mlp, {WIDTH} at once", ours, engine("mlp"), WIDTH))
+    for peer in peers.installed():
+        name, version = peer.DISTRIBUTION, version_of(peer.DISTRIBUTION)
+        build = partial(getattr(peer, kind), network.model, network.loss, *data)
+        found.append(Contender(name, version, build))
+        if network.name == "mlp" and peer.BLOCKS:
+            found.append(Contender(f"{name}, {WIDTH} at once", version, build, WIDTH))
+    return found
+
+
+def enter(contender: Contender, block: Tensor, exact: Tensor, threads: int) -> Outcome:
+    """Build, multiply once, and compare with the truth."""
+    made: list[Product] = []
+    results: list[Tensor] = []
+    seconds: list[float] = []
+
+    def first() -> None:
+        start = time.perf_counter()
+        made.append(contender.build())
+        results.append(made[0](block[: contender.width]))
+        seconds.append(time.perf_counter() - start)
+
+    try:
+        memory = peak_memory(first, threads=threads)
+    except Exception as reason:  # a peer may fail in any way of its own: say how, leave it out
+        print(f"{contender.name} fails: {type(reason).__name__}: {str(reason)[:200]}")
+        return Outcome(contender, None, float("inf"), 0.0, 0)
+    error = relative_error(results[0], exact[: contender.width])
+    return Outcome(contender, made[0], error, seconds[0], memory)
+
+
+def measure(network: Network, kind: str, options: argparse.Namespace) -> list[Row]:
+    """Gate first, then time those that passed, interleaved with the gradient."""
+    block = torch.randn(WIDTH, network.n, generator=torch.Generator().manual_seed(1))
+    leaves = list(network.model.parameters())
+
+    def gradient() -> None:
+        loss = network.loss(network.model(network.inputs), network.targets)
+        torch.autograd.grad(loss, leaves)
+
+    gradient()  # the libraries' first-use buffers are nobody's
+    exact = truth(network, kind, block if network.name == "mlp" else block[:1])
+    outcomes = [
+        enter(contender, block, exact, options.threads)
+        for contender in contenders(network, kind, options.compiled)
+    ]
+    calls: dict[str, Callable[[], object]] = {UNIT: gradient}
+    for outcome in outcomes:
+        product, name = outcome.product, outcome.contender.name
+        if product is not None and outcome.error <= LIMIT:
+            calls[name] = partial(product, block[: outcome.contender.width])
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    seconds = interleave(calls, rounds=options.rounds, threads=options.threads, clock=clock)
+    once = quantiles(seconds[UNIT])
+    rows = [row(kind, UNIT, "time", "seconds", network.name, once, threads=options.threads)]
+    for outcome in outcomes:
+        rows += _rows(network, kind, outcome, seconds, options.threads)
+    return rows
+
+
+def _rows(
+    network: Network, kind: str, outcome: Outcome, seconds: dict[str, list[float]], threads: int
+) -> list[Row]:
+    contender = outcome.contender
+    figures: list[tuple[str, str, Quantiles | float]] = [("error", "relative", outcome.error)]
+    if contender.name in seconds:
+        ratios = per_round_ratio(seconds[contender.name], seconds[UNIT])
+        per_vector = quantiles([ratio / contender.width for ratio in ratios])
+        setup = outcome.setup / quantiles(seconds[UNIT]).p50
+        figures += [
+            ("time per vector", "gradients", per_vector),
+            ("set-up", "gradients", setup),
+            ("peak memory", "bytes", float(outcome.memory)),
+        ]
+    return [
+        row(
+            kind,
+            contender.name,
+            metric,
+            unit,
+            network.name,
+            value,
+            threads=threads,
+            version=contender.version,
+        )
+        for metric, unit, value in figures
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    """One line per contender of one network and kind."""
+    figures = {(entry.contender, entry.metric): entry for entry in rows}
+    lines = []
+    for entry in rows:
+        if entry.metric != "error":
+            continue
+        name, error = entry.contender, entry.p50
+        line = [name, entry.version, "WRONG" if math.isfinite(error) else "fails", "", ""]
+        if (name, "time per vector") in figures:
+            spread = figures[name, "time per vector"]
+            line[2] = f"{spread.p50:.2f} ({spread.p20:.2f}-{spread.p80:.2f})"
+            line[3] = f"{figures[name, 'set-up'].p50:.0f}"
+            line[4] = f"{figures[name, 'peak memory'].p50 / 2**20:.0f}"
+        lines.append([*line, f"{error:.1e}"])
+    header = ["contender", "version", "gradients per vector", "set-up", "peak MiB", "error"]
+    return format_table(header, lines)
+
+
+def _use_once(network: Network) -> None:
+    """Imports and buffers that a library makes at its first use are nobody's set-up."""
+    for kind in KINDS:
+        for contender in contenders(network, kind, compiled=False):
+            contender.build()(torch.ones(contender.width, network.n))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument(
+        "--networks", nargs="+", choices=list(SIZES["full"]), default=list(SIZES["full"])
+    )
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--compiled", action="store_true", help="also the compiled engine")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="for a busy machine; 1 thread")
+    parser.add_argument("--out", help="write the rows to this .csv or .json")
+    options = parser.parse_args()
+    print(environment(options.threads))
+    rows: list[Row] = []
+    with pinned_threads(options.threads):
+        _use_once(SIZES["small"]["mlp"]())
+        for name in options.networks:
+            network = SIZES[options.size][name]()
+            for kind in options.kinds:
+                some = measure(network, kind, options)
+                rows += some
+                print(
+                    f"\n{kind} product, {name}: n = {network.n:,}, {network.samples} samples, "
+                    f"one gradient = {1e3 * some[0].p50:.2f} ms"
+                )
+                print(table(some), flush=True)
+    if options.out:
+        print("rows in", write_rows(options.out, rows))
+
+
+if __name__ == "__main__":
+    main()
