@@ -16,6 +16,7 @@ from curvlab.metrics import (
     block_diagonality,
     current_accuracy,
     distances,
+    error_at,
     expand,
     layer_labels,
     loss_at,
@@ -324,6 +325,10 @@ def test_the_loss_as_a_function_of_parameters_is_a_mean_over_samples(network):
     function = loss_at(at(model, theta[0]), samples, rows=7)  # 30 = 4 * 7 + 2
     load_parameter_vector(model, theta[2])  # must not matter
     assert float(function(theta[1])) == pytest.approx(float(loss(theta[1])), rel=1e-12)
+    wrong = error_at(model, samples, rows=7)
+    outputs = model(samples.inputs)  # the model is at theta[2]
+    expected = float((outputs.argmax(1) != samples.targets).double().mean())
+    assert float(wrong(theta[2])) == pytest.approx(expected)
     noisy = nn.Sequential(nn.Linear(10, 10), nn.Dropout(0.5)).double()
     function = loss_at(noisy, samples)
     point = parameter_vector(noisy)

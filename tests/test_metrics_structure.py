@@ -6,19 +6,24 @@ import pytest
 import torch
 from torch import nn
 
+from curvlab.eigen import lanczos
+from curvlab.learners import SGD
 from curvlab.metrics import (
     block_diagonality,
     effective_rank,
+    error_at,
     layer_labels,
+    loss_at,
     numerical_rank,
     perturb,
     spectral_similarity,
     spectrum_above,
 )
-from curvlab.parameters import (
-    layout_of,
-    select_parameters,
-)
+from curvlab.nets import mlp
+from curvlab.operators import Hessian
+from curvlab.parameters import layout_of, parameter_vector, select_parameters
+from curvlab.tasks import Samples, Task
+from curvlab.training import Schedule, learn
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +199,23 @@ def test_reach_is_where_the_score_comes_down_for_good(generator):
         loss=0.0,
     )
     assert found.reach().tolist() == [4.0, 2.0, float("inf"), 1.0]
+
+
+def test_far_out_the_error_rate_scores_one_and_the_loss_of_a_relu_network_does_not(generator):
+    inputs = torch.randn(90, 6, generator=generator)
+    samples = Samples(inputs, inputs[:, :3].argmax(1))
+    model = mlp((6, 16, 16, 3), seed=0)
+    task = Task("toy", samples, samples, classes=3)
+    learn(model, [task], SGD(), Schedule(lr=0.2, epochs=40), seeds=0)
+    curvature = Hessian(model, nn.CrossEntropyLoss(), (samples.inputs, samples.targets))
+    top = lanczos(curvature, 1, progress=False).vectors
+    options = {"generator": generator, "random": 40, "radii": (1e-1, 1e3, 1e4)}
+    point = parameter_vector(model)
+    loss = perturb(loss_at(model, samples), point, top, **options).score()[0]
+    error = perturb(error_at(model, samples), point, top, **options).score()[0]
+    assert float(error[-1]) == pytest.approx(1.0, abs=0.4)
+    assert float(loss[-1]) == pytest.approx(float(loss[-2]), rel=0.1)  # a constant, but not 1
+    assert float(loss[-1]) > 5
 
 
 def test_a_point_whose_loss_is_not_finite_is_refused(generator):

@@ -12,7 +12,7 @@ from curvlab.metrics.forgetting import (
     old_pairs,
     previous_pairs,
 )
-from curvlab.metrics.perturbation import RADII, Perturbation, loss_at, perturb
+from curvlab.metrics.perturbation import RADII, Perturbation, error_at, loss_at, perturb
 from curvlab.metrics.quadratic import Expansion, LowRank, distances, expand
 from curvlab.metrics.rank import Spectrum, effective_rank, numerical_rank, spectrum_above
 from curvlab.metrics.structure import (
@@ -39,6 +39,7 @@ __all__ = [
     "current_accuracy",
     "distances",
     "effective_rank",
+    "error_at",
     "expand",
     "layer_labels",
     "loss_at",
