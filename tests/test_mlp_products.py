@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from curvlab.nets import mlp
 from curvlab.operators.products import mlp as engine
+from curvlab.operators.products import mlp_workspace
 from curvlab.parameters import layout_of, select_parameters
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -160,7 +161,7 @@ def test_tiles_of_samples_and_groups_of_directions_do_not_change_the_products(
 ):
     model = mlp((4, 5, 3, 2), activation=nn.Tanh, dtype=torch.float64)
     x, y = data(model, functional.cross_entropy, 10)
-    monkeypatch.setattr(engine, "CPU_ROWS", rows)
+    monkeypatch.setattr(mlp_workspace, "CPU_ROWS", rows)
     monkeypatch.setattr(engine, "DIRECTIONS", directions)
     check(model, functional.cross_entropy, select_parameters(model), x, y)
 

@@ -18,7 +18,7 @@ matrix products per layer against the gradient's three, a Gauss-Newton product f
 Layout is where the speed is. Tangents of ``b`` directions are stored ``(samples, b, units)``: then
 ``Ra W'`` is one GEMM with ``samples * b`` rows, and ``a V'`` and ``Rd' a``, in which the directions
 share ``a``, are one GEMM with ``b * units`` columns. Samples are taken in tiles whose tangents fit
-the cache, in buffers allocated once per product (fresh pages cost more than the arithmetic).
+the cache, in memory that products reuse (fresh pages cost more than the arithmetic).
 """
 
 from collections.abc import Mapping
@@ -34,19 +34,19 @@ from curvlab.operators.products.mlp_plan import (
     SquaredError,
     recognise,
 )
-from curvlab.operators.products.mlp_primal import Primal, run
+from curvlab.operators.products.mlp_primal import run
+from curvlab.operators.products.mlp_workspace import Tangents, Tile, TileLayer, make_tiles
 
 __all__ = ["CrossEntropy", "Layer", "MLPPlan", "MLPProduct", "SquaredError", "recognise"]
 
-CPU_ROWS = 4096  # samples x directions per tile: a layer of 50 units is then 0.8 MB
-GPU_ROWS = 1 << 17
 DIRECTIONS = 32  # at most this many at once; more share nothing further
 
 
 class MLPProduct:
     """Products with the Hessian of ``weight * loss(model(inputs), targets)`` of a plain MLP.
 
-    The forward and backward pass run once, here; parameters changed later are not seen.
+    The forward and backward pass run once, here. Parameters and inputs are not copied and must stay
+    as they are: pass copies if training goes on.
 
     Args:
         plan: From :func:`recognise`.
@@ -66,6 +66,10 @@ class MLPProduct:
     ) -> None:
         self.plan = plan
         self._primal = run(plan, tensors, inputs, targets, weight)
+        self._turned = [matrix.T for matrix in self._primal.weights]
+        # below the first selected layer nothing depends on the direction
+        self._first = next(i for i, layer in enumerate(plan.layers) if layer.selected)
+        self._tiles: dict[int, list[Tile]] = {}
 
     @torch.no_grad()
     def gradient(self) -> Tensor:
@@ -99,17 +103,90 @@ class MLPProduct:
             raise ValueError(
                 f"an MLP product takes rows (b, {self.plan.n}); got {tuple(block.shape)}"
             )
-        out = torch.zeros_like(block, memory_format=torch.contiguous_format)
-        for start in range(0, len(block), DIRECTIONS):
-            some = slice(start, start + DIRECTIONS)
-            step = _Pass(self.plan, self._primal, block[some], of_loss, of_network)
-            step.add_to(out[some])
+        block = block.contiguous()
+        out = torch.zeros_like(block)
+        groups = -(-len(block) // DIRECTIONS)
+        for group in range(groups):
+            some = slice(len(block) * group // groups, len(block) * (group + 1) // groups)
+            width = some.stop - some.start
+            # taken out while in use, so that another thread makes its own
+            tiles = self._tiles.pop(width, None) or make_tiles(self.plan, self._primal, width)
+            directions = _directions(self.plan, block[some])
+            totals = _totals(self.plan, out[some])
+            for tile in tiles:
+                self._go_forward(tile, directions)
+                signal = self._at_outputs(tile, of_loss, of_network)
+                self._go_backward(tile, signal, directions, totals, of_network)
+            _write(self.plan, totals, out[some])
+            self._tiles = {width: tiles}
         return out
+
+    def _go_forward(self, tile: Tile, directions: list["_Direction"]) -> None:
+        """``Rz_l`` and ``Ra_l`` for every layer that moves."""
+        for i in range(self._first, len(tile.layers)):
+            layer, direction = tile.layers[i], directions[i]
+            tangent = layer.before.flat
+            if direction.forward is None:
+                tangent.zero_() if direction.bias is None else tangent.copy_(direction.bias)
+            elif direction.bias is None:
+                torch.mm(layer.inputs, direction.forward, out=tangent)
+            else:
+                torch.addmm(direction.bias, layer.inputs, direction.forward, out=tangent)
+            if i > self._first:
+                layer.before.rows.addmm_(tile.layers[i - 1].after.rows, self._turned[i])
+            if layer.slope is not None:
+                torch.mul(layer.before.cube, layer.slope, out=layer.after.cube)
+
+    def _at_outputs(self, tile: Tile, of_loss: bool, of_network: bool) -> Tangents:
+        """``Rd_L``."""
+        last = tile.layers[-1]
+        if of_loss:
+            curved = self.plan.loss.curve(tile.state, last.after.cube)
+            torch.mul(curved, self._primal.scale, out=last.backward.cube)
+        else:
+            last.backward.flat.zero_()
+        _through_activation(last, of_network)
+        return last.backward
+
+    def _go_backward(
+        self,
+        tile: Tile,
+        signal: Tangents,
+        directions: list["_Direction"],
+        totals: list["_Total"],
+        of_network: bool,
+    ) -> None:
+        """Add this tile's share of every layer's product to ``totals``, from ``Rd_L`` down."""
+        for i in range(len(tile.layers) - 1, self._first - 1, -1):
+            layer, total, backward = tile.layers[i], totals[i], directions[i].backward
+            if total.by_signal is not None and total.by_tangent is not None:
+                total.by_signal.addmm_(signal.flat.T, layer.inputs)
+                if of_network and i > self._first:
+                    below = tile.layers[i - 1].after.flat
+                    total.by_tangent.addmm_(layer.signal_turned, below)
+            if total.bias is not None:
+                total.bias.add_(signal.cube.sum(0))
+            if i == self._first:
+                return
+            lower = tile.layers[i - 1].backward
+            torch.mm(signal.rows, self._primal.weights[i], out=lower.rows)
+            if of_network and backward is not None:
+                lower.flat.addmm_(layer.signal, backward)
+            _through_activation(tile.layers[i - 1], of_network)
+            signal = lower
+
+
+def _through_activation(layer: TileLayer, of_network: bool) -> None:
+    """``Rd = f' * Rd + bend * Rz``, in place."""
+    if layer.slope is not None:
+        layer.backward.cube.mul_(layer.slope)
+    if of_network and layer.bend is not None:
+        layer.backward.cube.addcmul_(layer.bend, layer.before.cube)
 
 
 @dataclass(frozen=True, slots=True)
 class _Direction:
-    """One layer's part of the block: the same numbers, laid out for each GEMM that uses them."""
+    """One layer's part of the block, laid out for each GEMM that uses it; ``None``: no part."""
 
     forward: Tensor | None  # V_l, (d_in, b * d_out)
     backward: Tensor | None  # V_l, (d_out, b * d_in)
@@ -117,137 +194,64 @@ class _Direction:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
-    """One weight's product: the two terms come out of their GEMMs in different layouts."""
+class _Total:
+    """One layer's part of the product; its two terms leave their GEMMs in different layouts."""
 
-    by_signal: Tensor  # Rd_l' a_{l-1}, (b * d_out, d_in)
-    by_tangent: Tensor  # d_l' Ra_{l-1}, (d_out, b * d_in)
+    by_signal: Tensor | None  # Rd_l' a_{l-1}, (b * d_out, d_in)
+    by_tangent: Tensor | None  # d_l' Ra_{l-1}, (d_out, b * d_in)
+    bias: Tensor | None  # (b, d_out)
 
 
-class _Pass:
-    """One block of at most ``DIRECTIONS`` rows through all tiles of samples."""
+def _parts(plan: MLPPlan, block: Tensor) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Each layer's weight ``(b, d_out * d_in)`` and bias ``(b, d_out)`` in ``block``, as views."""
+    slices = [(layer.weight_slice, layer.bias_slice) for layer in plan.layers]
+    sizes = [where.stop - where.start for pair in slices for where in pair if where is not None]
+    pieces = iter(block.split_with_sizes(sizes, 1))  # a plan keeps the parameters' order
+    return [
+        (next(pieces) if weight else None, next(pieces) if bias else None)
+        for weight, bias in slices
+    ]
 
-    def __init__(
-        self, plan: MLPPlan, primal: Primal, block: Tensor, of_loss: bool, of_network: bool
-    ) -> None:
-        self.plan, self.primal = plan, primal
-        self.of_loss, self.of_network = of_loss, of_network
-        self.width = len(block)
-        # below the first selected layer nothing depends on the direction
-        self.first = next(i for i, layer in enumerate(plan.layers) if layer.selected)
-        self.directions = [self._direction(layer, block) for layer in plan.layers]
-        rows = CPU_ROWS if block.device.type == "cpu" else GPU_ROWS
-        self.tile = min(primal.samples, max(1, rows // self.width))
 
-        def buffer(units: int) -> Tensor:
-            size = (self.tile, self.width * units)
-            return torch.empty(size, dtype=block.dtype, device=block.device)
-
-        moving = list(enumerate(plan.layers))[self.first :]
-        self.after = {i: buffer(layer.outputs) for i, layer in moving}  # Ra_l
-        self.before = {  # Rz_l: its own memory only where the bend will ask for it
-            i: buffer(layer.outputs) if of_network and layer.bends else self.after[i]
-            for i, layer in moving
-        }
-        widest = max((layer.inputs for _, layer in moving[1:]), default=0)
-        self.turns = (buffer(widest).view(-1), buffer(widest).view(-1))  # Rd_l, in turn
-
-    def _direction(self, layer: Layer, block: Tensor) -> _Direction:
-        b = self.width
-        forward = backward = bias = None
-        if layer.weight_slice is not None:
-            matrices = block[:, layer.weight_slice].reshape(b, layer.outputs, layer.inputs)
+def _directions(plan: MLPPlan, block: Tensor) -> list[_Direction]:
+    b = len(block)
+    found = []
+    for layer, (weight, bias) in zip(plan.layers, _parts(plan, block), strict=True):
+        forward = backward = None
+        if weight is not None and b == 1:
+            backward = weight.view(layer.outputs, layer.inputs)
+            forward = backward.T
+        elif weight is not None:
+            matrices = weight.view(b, layer.outputs, layer.inputs)
             forward = matrices.reshape(b * layer.outputs, layer.inputs).T
             backward = matrices.transpose(0, 1).reshape(layer.outputs, b * layer.inputs)
-        if layer.bias_slice is not None:
-            bias = block[:, layer.bias_slice].reshape(1, b * layer.outputs)
-        return _Direction(forward, backward, bias)
+        found.append(_Direction(forward, backward, None if bias is None else bias.reshape(1, -1)))
+    return found
 
-    def add_to(self, out: Tensor) -> None:
-        """Add the products to ``out`` ``(b, n)``, which must be zero."""
-        sums = [self._sums(layer, out) for layer in self.plan.layers]
-        for start in range(0, self.primal.samples, self.tile):
-            tile = self.primal.rows(start, start + self.tile)
-            self._go_backward(tile, self._go_forward(tile), sums, out)
-        if self.width == 1:
-            return
-        for layer, total in zip(self.plan.layers, sums, strict=True):
-            if layer.weight_slice is not None and total is not None:
-                shape = (self.width, layer.outputs, layer.inputs)
-                turned = total.by_tangent.view(layer.outputs, self.width, -1).transpose(0, 1)
-                place = out[:, layer.weight_slice].view(shape)
-                torch.add(total.by_signal.view(shape), turned, out=place)
 
-    def _sums(self, layer: Layer, out: Tensor) -> _Sums | None:
-        if layer.weight_slice is None:
-            return None
-        if self.width == 1:  # one direction: both layouts are the answer's own
-            place = out[0, layer.weight_slice].view(layer.outputs, layer.inputs)
-            return _Sums(place, place)
-        return _Sums(
-            out.new_zeros(self.width * layer.outputs, layer.inputs),
-            out.new_zeros(layer.outputs, self.width * layer.inputs),
-        )
-
-    def _go_forward(self, tile: Primal) -> Tensor:
-        """Fill ``before`` and ``after`` for this tile; returns ``Rd_L`` ``(samples, b * d_L)``."""
-        samples, b = tile.samples, self.width
-        for i in range(self.first, len(self.plan.layers)):
-            units = self.plan.layers[i].outputs
-            direction = self.directions[i]
-            tangent = self.before[i][:samples]
-            if direction.forward is None:
-                tangent.zero_() if direction.bias is None else tangent.copy_(direction.bias)
-            elif direction.bias is None:
-                torch.mm(tile.inputs[i], direction.forward, out=tangent)
-            else:
-                torch.addmm(direction.bias, tile.inputs[i], direction.forward, out=tangent)
-            if i > self.first:
-                below = self.after[i - 1][:samples].view(samples * b, -1)
-                tangent.view(samples * b, units).addmm_(below, tile.weights[i].T)
-            self._scale(tangent, tile.slopes[i], self.after[i][:samples])
-        last = len(self.plan.layers) - 1
-        outputs = self.after[last][:samples].view(samples, b, -1)
-        if self.of_loss:
-            signal = self.plan.loss.curve(tile.state, outputs).mul_(tile.scale).view(samples, -1)
+def _totals(plan: MLPPlan, out: Tensor) -> list[_Total]:
+    b = len(out)
+    found = []
+    for layer, (weight, bias) in zip(plan.layers, _parts(plan, out), strict=True):
+        if weight is None:
+            found.append(_Total(None, None, bias))
+        elif b == 1:  # one direction: both layouts are the answer's own
+            place = weight.view(layer.outputs, layer.inputs)
+            found.append(_Total(place, place, bias))
         else:
-            signal = torch.zeros_like(outputs).view(samples, -1)
-        return self._through_activation(tile, last, signal)
+            by_signal = out.new_zeros(b * layer.outputs, layer.inputs)
+            by_tangent = out.new_zeros(layer.outputs, b * layer.inputs)
+            found.append(_Total(by_signal, by_tangent, bias))
+    return found
 
-    def _go_backward(
-        self, tile: Primal, signal: Tensor, sums: list[_Sums | None], out: Tensor
-    ) -> None:
-        """Add this tile's share to ``sums`` and to the biases in ``out``."""
-        samples, b = tile.samples, self.width
-        for i in range(len(self.plan.layers) - 1, self.first - 1, -1):
-            layer, total, backward = self.plan.layers[i], sums[i], self.directions[i].backward
-            if total is not None:
-                total.by_signal.addmm_(signal.T, tile.inputs[i])
-                if self.of_network and i > self.first:
-                    below = self.after[i - 1][:samples]
-                    total.by_tangent.addmm_(tile.signals[i].T, below)
-            if layer.bias_slice is not None:
-                out[:, layer.bias_slice] += signal.sum(0).view(b, layer.outputs)
-            if i == self.first:
-                return
-            above = signal.view(samples * b, layer.outputs)
-            signal = self.turns[i % 2][: samples * b * layer.inputs].view(samples, -1)
-            torch.mm(above, tile.weights[i], out=signal.view(samples * b, layer.inputs))
-            if self.of_network and backward is not None:
-                signal.addmm_(tile.signals[i], backward)
-            signal = self._through_activation(tile, i - 1, signal)
 
-    def _through_activation(self, tile: Primal, i: int, signal: Tensor) -> Tensor:
-        """``f_i' * signal + bend_i * Rz_i``, in place."""
-        self._scale(signal, tile.slopes[i], signal)
-        bend = tile.bends[i]
-        if self.of_network and bend is not None:
-            tangent = self.before[i][: tile.samples].view(tile.samples, self.width, -1)
-            signal.view(tangent.shape).addcmul_(bend.unsqueeze(1), tangent)
-        return signal
-
-    def _scale(self, tangent: Tensor, slope: Tensor | None, out: Tensor) -> None:
-        """``out = slope * tangent``, where ``tangent`` ``(samples, b * units)`` may be ``out``."""
-        if slope is not None:
-            shape = (len(slope), self.width, slope.shape[1])
-            torch.mul(tangent.view(shape), slope.unsqueeze(1), out=out.view(shape))
+def _write(plan: MLPPlan, totals: list[_Total], out: Tensor) -> None:
+    """Put the sums of several directions into ``out``; one direction's are there already."""
+    b = len(out)
+    if b == 1:
+        return
+    for layer, total, (weight, _) in zip(plan.layers, totals, _parts(plan, out), strict=True):
+        if weight is not None and total.by_signal is not None and total.by_tangent is not None:
+            shape = (b, layer.outputs, layer.inputs)
+            turned = total.by_tangent.view(layer.outputs, b, layer.inputs).transpose(0, 1)
+            torch.add(total.by_signal.view(shape), turned, out=weight.view(shape))
