@@ -14,7 +14,9 @@ from curvlab_kernels._triton.norm import norm, scale
 from curvlab_kernels._triton.project import project_
 from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels.algebra import (
-    cholesky_mixing,
+    inverse,
+    needs_another_pass,
+    ordered_mixing,
     rank_tolerance,
     require_finite,
     shift_if_needed,
@@ -41,16 +43,19 @@ def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:
     kept = (remaining > tolerance).nonzero().flatten()
     work, remaining = work[kept], remaining[kept]
     scale(work[:, :n], remaining, work[:, :n])
-    mixing, remaining = shift_if_needed(gram(work, n), remaining)
-    if mixing is not None:
-        work = mix(mixing, work, n)
-    mixing, independent = cholesky_mixing(gram(work, n), remaining, tolerance)
-    work = mix(mixing, work[independent], n)
-    project_(rows, work[:, :n])
-    mixing, _ = cholesky_mixing(gram(work, n), torch.ones_like(remaining[independent]), 0.0)
-    kept = kept[independent]
+    lower = shift_if_needed(gram(work, n))
+    if lower is not None:
+        work = mix(inverse(lower), work, n)
+    mixing, independent = ordered_mixing(gram(work, n), lower, remaining, tolerance)
+    kept, work = kept[independent], mix(mixing, work, n)
+    for _ in range(2):
+        project_(rows, work[:, :n])
+        products = gram(work, n)
+        work = mix(inverse(torch.linalg.cholesky(products)), work, n)
+        if not needs_another_pass(products):
+            break
     block.zero_()
-    block[kept] = mix(mixing, work, n)[:, :n]
+    block[kept] = work[:, :n]
     kept_mask[kept] = True
     return kept_mask
 

@@ -45,7 +45,7 @@ def dot_shape(dtype: torch.dtype, m: int, vectors: int, work: tl.dtype) -> tuple
         return (16, 128) if dtype.itemsize > 1 else (8, 256)
     if m <= 8:
         return (8, 512)
-    return (32, 128) if dtype.itemsize > 1 else (16, 512)
+    return (32, 128) if dtype.itemsize > 1 else (32, 256)
 
 
 def combination_shape(dtype: torch.dtype, vectors: int, work: tl.dtype) -> tuple[int, int]:
