@@ -12,7 +12,7 @@ from curvlab.learners.powerprop import Powerpropagation
 from curvlab.learners.progressive import Progressive
 from curvlab.learners.spacenet import SpaceNet
 from curvlab.learners.stacked import population_of
-from curvlab.nets import mlp, slim_resnet18
+from curvlab.nets import mlp, slim_resnet18, vit_cifar
 from curvlab.nets.powerprop import powerpropagate
 from curvlab.nets.progressive import progressive_mlp
 from curvlab.tasks import Samples, Task
@@ -24,7 +24,7 @@ def one_thread(pinned_threads):  # noqa: ARG001 (after it)
     torch.set_num_threads(1)  # the steps are far too small to share: threads only wait
 
 
-SIZES = (8, 16, 12, 3)
+SIZES = (8, 24, 20, 3)
 SEEDS = (1, 2)
 SCHEDULE = Schedule(lr=0.2, epochs=6)
 
@@ -47,16 +47,16 @@ def make_tasks(count=3, samples=60, width=8, classes=3, shape=None):
 
 
 def spacenet(**options):
-    return SpaceNet((6, 5), (3, 2), (30, 16, 10), **options)
+    return SpaceNet((10, 8), (4, 3), (40, 36, 15), **options)
 
 
 # learner, model: every strict isolation learner
 STRICT = {
-    "packnet": (lambda: PackNet(0.5), lambda seed: mlp(SIZES, seed=seed)),
+    "packnet": (lambda: PackNet(0.6), lambda seed: mlp(SIZES, seed=seed)),
     "spacenet": (spacenet, lambda seed: mlp(SIZES, seed=seed)),
     "progressive": (Progressive, lambda seed: progressive_mlp(SIZES, 3, seed=seed)),
     "powerprop": (
-        lambda: Powerpropagation(0.6),
+        lambda: Powerpropagation(0.75),
         lambda seed: powerpropagate(mlp(SIZES, seed=seed), 2.0),
     ),
 }
@@ -89,7 +89,7 @@ def test_old_tasks_keep_their_logits_to_the_bit_and_new_ones_are_learned(name, o
     make_learner, make_model = STRICT[name]
     tasks, learner = make_tasks(), make_learner()
     watcher = Watcher(learner, tasks)
-    schedule = Schedule(lr=0.04 if options else 0.2, epochs=6)
+    schedule = Schedule(lr=0.02 if options else 0.2, epochs=10)
     runs = learn(make_model, tasks, learner, schedule, seeds=SEEDS, **options)
     assert watcher.equal == [True] * 3
     assert not torch.equal(watcher.parameters[0], watcher.parameters[1])
@@ -201,6 +201,19 @@ def test_biases_and_normalisation_belong_to_the_first_task():
     for where in norms:
         assert torch.equal(watcher.parameters[0][:, where], watcher.parameters[1][:, where])
     assert watcher.equal == [True]
+
+
+def test_packnet_isolates_tasks_in_a_transformer():
+    tasks = make_tasks(2, samples=20, width=48, shape=(3, 4, 4))
+
+    def model(seed):
+        return vit_cifar(3, hidden=12, depth=1, heads=2, side=4, patch=2, seed=seed)
+
+    learner = PackNet(0.5)
+    watcher = Watcher(learner, tasks)
+    (run,) = learn(model, tasks, learner, Schedule(lr=0.05, epochs=3), seeds=[0])
+    assert watcher.equal == [True]
+    assert not torch.equal(*run.snapshots)
 
 
 def test_batch_norm_is_isolated_when_frozen_and_refused_when_it_would_leak():

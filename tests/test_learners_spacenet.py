@@ -17,7 +17,7 @@ def one_thread(pinned_threads):  # noqa: ARG001 (after it)
     torch.set_num_threads(1)  # the steps are far too small to share: threads only wait
 
 
-SIZES = (8, 16, 12, 3)
+SIZES = (8, 24, 20, 3)
 SEEDS = (1, 2)
 SCHEDULE = Schedule(lr=0.2, epochs=6)
 
@@ -40,7 +40,7 @@ def make_tasks(count=3, samples=60, width=8, classes=3, shape=None):
 
 
 def spacenet(**options):
-    return SpaceNet((6, 5), (3, 2), (30, 16, 10), **options)
+    return SpaceNet((10, 8), (4, 3), (40, 36, 15), **options)
 
 
 class Watcher:
@@ -126,7 +126,7 @@ def test_no_later_task_connects_to_a_reserved_neuron():
 
     learner.after_task = after_task
     learn(population, tasks, learner, SCHEDULE)
-    assert [int(taken.sum()) for taken in reserved[0]] == [3, 2]
+    assert [int(taken.sum()) for taken in reserved[0]] == [4, 3]
     for hidden in range(2):
         into = learner._layers[hidden].weight_of(learner.owner)[0]
         out = learner._layers[hidden + 1].weight_of(learner.owner)[0]
@@ -153,7 +153,7 @@ def test_spacenet_refuses_what_it_cannot_allocate():
     samples = make_tasks(1)[0].train
     population = population_of([mlp(SIZES, seed=0)], [0])
     with pytest.raises(ValueError, match="not reserved"):
-        SpaceNet((17, 5), (0, 0), (10, 10, 5)).before_task(population, 0, samples)
+        SpaceNet((25, 5), (0, 0), (10, 10, 5)).before_task(population, 0, samples)
     with pytest.raises(ValueError, match="fewer than connections=31"):
         SpaceNet((6, 5), (0, 0), (30, 31, 5)).before_task(population, 0, samples)
     with pytest.raises(ValueError, match="4 numbers for a model of 3 layers"):

@@ -120,6 +120,13 @@ def test_a_dropped_unit_cannot_win_and_masks_follow_the_seed(generator):
     assert 0.3 < float(share) < 0.6
 
 
+def test_where_fewer_than_k_units_take_part_the_dropped_do_not_fill_up(generator):
+    layer = KWinners(10, 0.5, boost=0.0)
+    layer.keep.copy_(torch.tensor([1.0, 1.0] + [0.0] * 8))
+    out = layer(torch.rand(6, 10, generator=generator) + 0.5)
+    assert (out > 0).sum(1).tolist() == [2] * 6
+
+
 def _won(layer, x, seed):
     layer.reseed(seed)
     return (layer(x) > 0).any(0)

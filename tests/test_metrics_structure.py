@@ -16,6 +16,7 @@ from curvlab.metrics import (
     loss_at,
     numerical_rank,
     perturb,
+    quadrature_rank,
     spectral_similarity,
     spectrum_above,
 )
@@ -278,3 +279,17 @@ def test_numerical_rank_depends_on_the_precision_of_the_matrix(generator):
     assert effective_rank(torch.zeros(0), 1.0, relative=True) == 0
     with pytest.raises(ValueError, match="0 or more"):
         effective_rank(values, -1.0)
+
+
+def test_quadrature_counts_within_its_error_bars(generator):
+    values = torch.cat([decaying(400, 60), torch.full((100,), 1e-3, dtype=torch.float64)])
+    z = torch.randn(50, 500, generator=generator, dtype=torch.float64)
+    weights = z**2 / (z**2).sum(1, keepdim=True)  # quadrature after as many steps as dimensions
+    nodes = values.expand(50, -1)
+    for threshold, relative in ((1.0, False), (1e-4, True), (1e-5, False)):
+        truth = effective_rank(values, threshold, relative=relative)
+        found = quadrature_rank(nodes, weights, 500, threshold, relative=relative)
+        assert abs(found.value - truth) < 4 * found.error
+        assert 0 < found.error < 0.1 * truth
+    with pytest.raises(ValueError, match="two probes"):
+        quadrature_rank(nodes[:1], weights[:1], 500, 1.0)

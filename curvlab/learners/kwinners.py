@@ -43,7 +43,7 @@ class HeterogeneousDropout(Learner):
         if task == 0 and not _activations(population.models[0]):
             raise ValueError(
                 "HeterogeneousDropout needs a model with KWinners activations "
-                "(curvlab.nets.kwinners_mlp)"
+                "(curvlab.nets.kwinners.kwinners_mlp)"
             )
         self.inner.before_task(population, task, samples)
 

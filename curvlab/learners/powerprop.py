@@ -31,7 +31,7 @@ class Powerpropagation(PackNet):
             if not any(isinstance(m, PowerLinear | PowerConv2d) for m in modules):
                 raise ValueError(
                     "Powerpropagation needs a reparametrised model: call "
-                    "curvlab.nets.powerpropagate(model, alpha) first, or use PackNet"
+                    "curvlab.nets.powerprop.powerpropagate(model, alpha) first, or use PackNet"
                 )
             self._initial = population.parameters.clone()
         super().before_task(population, task, samples)

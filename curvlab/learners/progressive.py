@@ -26,7 +26,7 @@ class Progressive(Ownership):
             if found is None:
                 raise ValueError(
                     f"Progressive needs a model made of columns.0, columns.1, ...: parameter "
-                    f"{name!r} is in none (curvlab.nets.progressive_mlp makes one)"
+                    f"{name!r} is in none (curvlab.nets.progressive.progressive_mlp makes one)"
                 )
             owner[:, where] = int(found[1]) + 1
         if not bool((owner == task + 1).any()):

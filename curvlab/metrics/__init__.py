@@ -14,7 +14,13 @@ from curvlab.metrics.forgetting import (
 )
 from curvlab.metrics.perturbation import RADII, Perturbation, error_at, loss_at, perturb
 from curvlab.metrics.quadratic import Expansion, LowRank, distances, expand
-from curvlab.metrics.rank import Spectrum, effective_rank, numerical_rank, spectrum_above
+from curvlab.metrics.rank import (
+    Spectrum,
+    effective_rank,
+    numerical_rank,
+    quadrature_rank,
+    spectrum_above,
+)
 from curvlab.metrics.structure import (
     Estimate,
     block_diagonality,
@@ -48,6 +54,7 @@ __all__ = [
     "old_pairs",
     "perturb",
     "previous_pairs",
+    "quadrature_rank",
     "spectral_similarity",
     "spectrum_above",
 ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from curvlab.eigen import lanczos
+from curvlab.metrics.structure import Estimate
 from curvlab.probe import LinearOperator
 
 
@@ -58,6 +59,34 @@ def numerical_rank(values: Tensor, dtype: torch.dtype | None = None) -> int:
     """
     eps = float(torch.finfo(values.dtype if dtype is None else dtype).eps)
     return effective_rank(values, len(values) * eps, relative=True)
+
+
+def quadrature_rank(
+    nodes: Tensor, weights: Tensor, n: int, threshold: float, *, relative: bool = False
+) -> Estimate:
+    """An effective rank too large to enumerate, from stochastic Lanczos quadrature.
+
+    Each probe z of m Lanczos steps gives nodes (Ritz values) and weights that sum to 1; n times the
+    weight above the threshold estimates the count. Where eigenvalues crowd at the threshold the
+    nodes blur it: take more steps until the count settles.
+
+    Args:
+        nodes: ``(probes, m)``.
+        weights: ``(probes, m)``.
+        n: Size of the matrix.
+        threshold: lambda.
+        relative: Whether it multiplies the largest magnitude among the nodes.
+    """
+    if nodes.shape != weights.shape or nodes.dim() != 2 or len(nodes) < 2:
+        raise ValueError(
+            "quadrature_rank needs nodes and weights (probes, m) of two probes at least; "
+            f"got {tuple(nodes.shape)} and {tuple(weights.shape)}"
+        )
+    magnitudes = nodes.detach().double().abs()
+    limit = threshold * float(magnitudes.max()) if relative else threshold
+    counts = n * (weights.double() * (magnitudes > limit)).sum(1)
+    probes = len(counts)
+    return Estimate(float(counts.mean()), float(counts.std()) / probes**0.5, probes)
 
 
 def spectrum_above(
