@@ -29,58 +29,86 @@ def require_finite(norms: Tensor) -> Tensor:
     return norms
 
 
-def shift_if_needed(products: Tensor, remaining: Tensor) -> tuple[Tensor | None, Tensor]:
+def shift_if_needed(products: Tensor) -> Tensor | None:
     """The first stage of shifted CholeskyQR3, for a Gram matrix ``(b, b)`` with unit diagonal.
 
     Returns:
-        The matrix that mixes the rows, or ``None`` when the Gram matrix can be trusted as it is;
-        and ``remaining`` ``(b,)``, the norms left by Gram-Schmidt so far, brought up to date.
+        A lower factor ``(b, b)`` to divide the block by, or ``None`` when the Gram matrix can be
+        trusted as it is.
     """
-    _, pivots, _ = _ordered_cholesky(products, torch.zeros_like(remaining))
+    _, pivots = _cholesky(products, 0.0)
     if pivots.numel() == 0 or float(pivots.min()) > 1e-8:
-        return None, remaining
+        return None
     # Large enough for the factorisation never to break down on rounding, small enough for the
     # second stage to see what the rank rule needs: norms down to eps of the block's dtype.
-    shift = 1e-13 * max(1, products.shape[0])
-    lower = torch.linalg.cholesky(products + shift * torch.eye(*products.shape).to(products))
-    return _inverse(lower), remaining * lower.diagonal()
+    shift = 1e-13 * products.shape[0]
+    lower: Tensor = torch.linalg.cholesky(
+        products + shift * torch.eye(*products.shape).to(products)
+    )
+    return lower
 
 
-def cholesky_mixing(products: Tensor, remaining: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Cholesky QR in the given order, with the rank rule.
+def ordered_mixing(
+    products: Tensor, lower: Tensor | None, remaining: Tensor, tolerance: float
+) -> tuple[Tensor, Tensor]:
+    """Gram-Schmidt in the given order, with the rank rule, on coordinates instead of vectors.
+
+    A block ``X = L Y`` with ``Y Y' = C C'`` has the coordinates ``L C`` in an orthonormal basis;
+    Gram-Schmidt on those small rows is Gram-Schmidt on the long ones.
 
     Args:
-        products: Gram matrix ``(b, b)``, float64.
-        remaining: Norms ``(b,)`` left by earlier stages, which a pivot multiplies.
-        tolerance: Norms at or below it are dependent.
+        products: Gram matrix ``(b, b)`` of ``Y``, float64.
+        lower: ``L`` ``(b, b)``, what the block was divided by; ``None`` if it was not.
+        remaining: Norms ``(b,)`` left of the vectors by earlier stages.
+        tolerance: A norm, left of a vector after removal of the kept ones before it, at or below
+            which it is dependent.
 
     Returns:
-        The matrix ``(k, k)`` that mixes the kept rows into orthonormal ones, and the indices
-        ``(k,)`` of the kept rows.
+        The matrix ``(k, b)`` that makes orthonormal rows of ``Y``, and which vectors ``(k,)`` of
+        the block they stand for.
     """
-    lower, _, kept = _ordered_cholesky(products, tolerance / remaining)
-    return _inverse(lower[kept][:, kept]), kept
+    b = products.shape[0]
+    factor, pivots = _cholesky(products, 1e-15 * b)
+    coordinates = factor if lower is None else lower.cpu() @ factor
+    found, kept = torch.zeros(b, b, dtype=torch.float64), list[int]()
+    for row, left in enumerate(remaining.tolist()):
+        rest = coordinates[row]
+        before = found[: len(kept)]
+        for _ in range(2):
+            rest = rest - before.T @ (before @ rest)
+        size = float(rest.norm())
+        if size * left > tolerance:
+            found[len(kept)] = rest / size
+            kept.append(row)
+    sound = (pivots > 1e-15 * b).nonzero().flatten()
+    mixing = torch.zeros(len(kept), b, dtype=torch.float64)
+    mixing[:, sound] = found[: len(kept), sound] @ inverse(factor[sound][:, sound])
+    to = products.device
+    return mixing.to(to), torch.tensor(kept, dtype=torch.int64).to(to)
 
 
-def _ordered_cholesky(products: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower factor, pivots and kept indices; a row whose ``sqrt(pivot) <= floor`` is skipped."""
+def needs_another_pass(products: Tensor) -> bool:
+    """Whether a Gram matrix ``(k, k)`` was so far from the identity that one pass is not enough."""
+    if products.numel() == 0:
+        return False
+    return float((products - torch.eye(*products.shape).to(products)).abs().max()) > 1e-3
+
+
+def inverse(lower: Tensor) -> Tensor:
+    """Of a lower triangular matrix."""
+    identity = torch.eye(*lower.shape).to(lower)
+    solved: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False)
+    return solved
+
+
+def _cholesky(products: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Lower factor and pivots, on the CPU; a pivot of at most ``least`` leaves a zero column."""
     rest = products.cpu().clone()
-    lower = torch.zeros_like(rest)
-    pivots = torch.zeros(rest.shape[0], dtype=torch.float64)
-    kept = []
-    for row, least in enumerate(floor.cpu().tolist()):
+    lower, pivots = torch.zeros_like(rest), rest.new_zeros(len(rest))
+    for row in range(len(rest)):
         pivot = float(rest[row, row])
         pivots[row] = pivot
-        if pivot <= max(least, 0.0) ** 2:
-            continue
-        kept.append(row)
-        lower[row:, row] = rest[row:, row] / pivot**0.5
-        rest[row:, row:] -= torch.outer(lower[row:, row], lower[row:, row])
-    to = products.device
-    return lower.to(to), pivots.to(to), torch.tensor(kept, dtype=torch.int64).to(to)
-
-
-def _inverse(lower: Tensor) -> Tensor:
-    identity = torch.eye(*lower.shape).to(lower)
-    inverse: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False)
-    return inverse
+        if pivot > least:
+            lower[row:, row] = rest[row:, row] / pivot**0.5
+            rest[row:, row:] -= torch.outer(lower[row:, row], lower[row:, row])
+    return lower, pivots

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels.algebra import (
-    cholesky_mixing,
+    inverse,
+    needs_another_pass,
+    ordered_mixing,
     rank_tolerance,
     require_finite,
     shift_if_needed,
@@ -26,10 +28,11 @@ def orthonormalise_with_(project: Callable[[Tensor], object], block: Tensor, m: 
     cannot be trusted, a shifted Cholesky QR goes before (CholeskyQR3). The result is that of
     Gram-Schmidt in the given order, and so is the rank rule: a vector whose norm, after the
     projection and the removal of the kept vectors before it, is at most ``rank_tolerance`` times
-    its norm before is dropped and set to zero.
+    its norm before is dropped and set to zero. In float64 a Gram matrix sees norms down to about
+    1e-12 only; what is smaller is dropped as well.
 
     Args:
-        project: Projects a block ``(b, n)`` in place; called twice.
+        project: Projects a block ``(b, n)`` in place; called two or three times.
         m: How many vectors ``project`` removes.
 
     Returns:
@@ -41,18 +44,20 @@ def orthonormalise_with_(project: Callable[[Tensor], object], block: Tensor, m: 
     remaining = norm(block)  # relative to the norm before
     scale_(block, torch.where(remaining > tolerance, remaining, 0.0))
     kept = (remaining > tolerance).nonzero().flatten()
-    products = gram(block)
-    mixing, remaining = shift_if_needed(products[kept][:, kept], remaining[kept])
-    if mixing is not None:
-        _mix_(block, mixing, kept)
-        products = gram(block)
-    mixing, independent = cholesky_mixing(products[kept][:, kept], remaining, tolerance)
-    kept = kept[independent]
-    _mix_(block, mixing, kept)
-    project(block)
-    ones = torch.ones_like(remaining[independent])
-    mixing, _ = cholesky_mixing(gram(block)[kept][:, kept], ones, 0.0)
-    _mix_(block, mixing, kept)
+    products = gram(block)[kept][:, kept]
+    lower = shift_if_needed(products)
+    if lower is not None:
+        _mix_(block, inverse(lower), kept, kept)
+        products = gram(block)[kept][:, kept]
+    mixing, independent = ordered_mixing(products, lower, remaining[kept], tolerance)
+    kept, sources = kept[independent], kept
+    _mix_(block, mixing, kept, sources)
+    for _ in range(2):
+        project(block)
+        products = gram(block)[kept][:, kept]
+        _mix_(block, inverse(torch.linalg.cholesky(products)), kept, kept)
+        if not needs_another_pass(products):
+            break
     mask = torch.zeros(block.shape[0], dtype=torch.bool, device=block.device)
     mask[kept] = True
     return mask
@@ -94,9 +99,9 @@ def gram(rows: Tensor) -> Tensor:
     return total
 
 
-def _mix_(block: Tensor, mixing: Tensor, kept: Tensor) -> None:
-    """Replace the ``kept`` rows by ``mixing`` times them and all other rows by zero, in place."""
+def _mix_(block: Tensor, mixing: Tensor, targets: Tensor, sources: Tensor) -> None:
+    """Rows ``targets`` become ``mixing`` times rows ``sources``, all others zero, in place."""
     whole = mixing.new_zeros(block.shape[0], block.shape[0])
-    whole[kept.unsqueeze(1), kept] = mixing
+    whole[targets.unsqueeze(1), sources] = mixing
     for columns in torch.split(block, CHUNK, 1):
         columns.copy_(whole @ columns.double())

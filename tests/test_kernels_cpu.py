@@ -1,0 +1,137 @@
+"""The CPU back end: long rows, threads, forks, and the same numbers on every way."""
+
+import multiprocessing
+import threading
+
+import pytest
+import torch
+from curvlab_kernels import _cpu, ops, reference
+from curvlab_kernels._cpu import threads
+
+NARROW = [torch.float16, torch.bfloat16, torch.int8]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ld"),
+    [(torch.int8, 2**29), (torch.bfloat16, 2**29), (torch.float32, 2**29), (torch.float64, 2**29)],
+    ids=str,
+)
+def test_rows_past_two_to_the_31_elements_are_addressed(tmp_path, dtype, ld, generator):
+    """A file with holes stands for the rows: 2.7e9 to 5.4e9 elements, of which few exist."""
+    m, n = 9, 1003
+    path = tmp_path / "rows"
+    size = m * ld
+    storage = torch.from_file(
+        str(path), shared=True, size=size * dtype.itemsize, dtype=torch.uint8
+    ).view(dtype)
+    rows = storage.view(m, ld)
+    assert rows.numel() > 2**31
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    values, scales = reference.quantise(
+        torch.randn(m, n, generator=generator, dtype=working) / n**0.5, dtype
+    )
+    for i in range(m):
+        rows[i, :n] = values[i, :n]
+    all_scales = None
+    if scales is not None:
+        all_scales = torch.zeros(m, ld // 64)
+        all_scales[:, : scales.shape[1]] = scales
+    vector = torch.randn(n, generator=generator, dtype=working)
+    exact = reference.dequantise(values, scales, n).double()
+    expected = vector.double() - (exact @ vector.double()) @ exact
+    copy = [vector[:300].clone(), vector[300:].clone()]
+    ops.project_(rows, vector, None, all_scales)
+    assert (vector.double() - expected).norm() <= 1e-6 * expected.norm()
+    ops.project_list_(rows, copy, None, all_scales)
+    assert (torch.cat(copy).double() - expected).norm() <= 1e-6 * expected.norm()
+    # The last row lies wholly beyond 2^31 elements.
+    alone = torch.zeros(n, dtype=working)
+    weights = torch.zeros(m, dtype=torch.float64)
+    weights[-1] = -1.0
+    ops.apply_(rows, weights, alone, all_scales)
+    assert (alone.double() - exact[-1]).norm() <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_the_result_depends_on_neither_scheduling_nor_threads(dtype, generator):
+    n = 50_001
+    rows, scales = reference.quantise(torch.randn(7, n, generator=generator), dtype)
+    vector = torch.randn(n, generator=generator)
+    found = []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        found.append(_cpu.coefficients(rows, vector, scales))
+    assert torch.equal(found[1], found[3])
+    for other in found[1:]:
+        # Tiles are the same for any number of threads; only the order of float64 sums differs.
+        assert (other - found[0]).abs().max() <= 1e-12 * found[0].abs().max()
+
+
+def test_spans_cover_the_columns_and_end_with_tiles():
+    for count in (1, 2, 3, 8):
+        torch.set_num_threads(count)
+        for columns in (1, 8191, 8192, 8193, 65_536, 1_000_003):
+            parts = threads.spans(columns, 100)
+            assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
+            assert parts[-1][1] == columns
+            assert len(parts) <= count
+            assert all(stop % 8192 == 0 for _, stop in parts[:-1])
+
+
+def test_two_python_threads_may_project_at_once(generator):
+    n = 60_000
+    rows, _ = reference.quantise(torch.randn(8, n, generator=generator) / n**0.5, torch.float16)
+    vectors = [torch.randn(n, generator=generator) for _ in range(4)]
+    expected = [vector.clone() for vector in vectors]
+    for vector in expected:
+        _cpu.project_(rows, vector)
+
+    workers = [threading.Thread(target=_cpu.project_, args=(rows, v)) for v in vectors]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for vector, same in zip(vectors, expected, strict=True):
+        assert torch.equal(vector, same)
+
+
+def _run_in_child(queue):
+    done = [None, None]
+
+    def work(index, start, stop):
+        done[index] = (start, stop)
+
+    threads.run(work, [(0, 5), (5, 9)])
+    queue.put(done)
+
+
+def test_a_forked_child_gets_its_own_threads():
+    threads.run(lambda *_: None, [(0, 1), (1, 2)])  # the parent's thread exists now
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_run_in_child, args=(queue,), daemon=True)
+    child.start()
+    assert queue.get(timeout=30) == [(0, 5), (5, 9)]
+    child.join(timeout=30)
+    assert child.exitcode == 0
+
+
+def test_an_error_in_a_worker_reaches_the_caller():
+    torch.set_num_threads(2)
+
+    def work(index, _start, _stop):
+        if index == 0:
+            raise ArithmeticError("in the other thread")
+
+    with pytest.raises(ArithmeticError, match="other thread"):
+        threads.run(work, [(0, 1), (1, 2)])
+
+
+def test_nan_and_infinity_show(generator):
+    for dtype in (torch.float32, *NARROW):
+        rows, scales = reference.quantise(torch.randn(5, 300, generator=generator), dtype)
+        for bad in (float("nan"), float("inf")):
+            vector = torch.randn(300, generator=generator)
+            vector[7] = bad
+            _cpu.project_(rows, vector, None, scales)
+            assert not vector.isfinite().any()
