@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
-THREADS = 2
+THREADS = 1  # tensors are tiny here: a second thread costs more than it brings
 # torch remembers which functions `with torch.device(...)` covers when it first needs to know: let
 # that be before torch.empty is replaced below, or the context would no longer cover it.
 _device_constructors()

@@ -1,0 +1,194 @@
+"""How many eigenvectors hold ``1 - epsilon`` of the spectral energy ``||A||_F^2``, and which.
+
+No matrix is formed. The energy is split: squares of the eigenvalues found, which are exact to
+rounding, and what random vectors see of the rest. One product per random vector ``z`` serves every
+k: with the pairs found, the part of ``A z`` outside them is known, and its squared length estimates
+the energy outside them without bias. So only the tail is estimated, and its error bar is small
+where it matters. ``k`` is the smallest number whose share reaches ``1 - epsilon``; ``least`` and
+``most`` are what it would be at two standard errors to either side.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from curvlab_kernels import ops
+from torch import Tensor
+
+from curvlab.eigen.density import Estimate
+from curvlab.eigen.lanczos import lanczos
+from curvlab.eigen.products import Products
+from curvlab.eigen.result import Eigenpairs
+from curvlab.eigen.source import Source, as_operator
+from curvlab.probe import OperatorError
+
+FIRST = 16  # pairs of the first attempt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpectralEnergy:
+    """The selected pairs and the evidence for their number.
+
+    Attributes:
+        pairs: The ``k`` selected eigenpairs, largest magnitude first.
+        k: Their number.
+        least: What ``k`` would be with a tail two standard errors smaller.
+        most: The same with a larger one; 0 if ``largest`` pairs would then not suffice.
+        total: ``||A||_F^2`` with its standard error.
+        share: Of the total that the ``k`` pairs hold.
+        products: Operator products, all of them.
+    """
+
+    pairs: Eigenpairs
+    k: int
+    least: int
+    most: int
+    total: Estimate
+    share: float
+    products: int
+
+
+def spectral_energy(
+    operator: Source,
+    epsilon: float,
+    *,
+    tol: float = 1e-3,
+    probes: int = 24,
+    largest: int = 1000,
+    seed: int = 0,
+    dense: bool | None = None,
+    progress: bool | None = None,
+) -> SpectralEnergy:
+    """The leading eigenpairs that hold ``1 - epsilon`` of ``||A||_F^2``.
+
+    Args:
+        operator: As for :func:`curvlab.lanczos`.
+        epsilon: Share of the energy that may be left out, ``0 < epsilon <= 1``.
+        tol: Relative residual of the pairs.
+        probes: Random vectors for the tail, one product each.
+        largest: Most pairs to compute; if they do not suffice, an error says what was reached.
+        seed: Of all random vectors.
+        dense: Force or forbid the eigendecomposition of the whole matrix (the exact way).
+        progress: As for :func:`curvlab.lanczos`.
+    """
+    if not 0.0 < epsilon <= 1.0:
+        raise ValueError(
+            f"epsilon= is the share of energy left out, 0 < epsilon <= 1; got {epsilon}. "
+            "Nothing left out is the whole space: use torch.linalg.eigh on operator.dense()"
+        )
+    if probes < 2 or largest < 1:
+        raise ValueError(
+            f"probes= is at least 2 and largest= at least 1; got {probes} and {largest}"
+        )
+    products = Products(as_operator(operator), None)
+    products.probe(None, seed)
+    n = products.n
+    if dense or (dense is None and n <= 2 * FIRST + 2 * probes):
+        pairs = lanczos(operator, n, tol=tol, seed=seed, dense=True, progress=False)
+        tail = torch.zeros(2, n + 1, dtype=torch.float64)
+        return _selected(pairs, tail, epsilon, exact=True, products=products.count)
+    vectors, images = _draw(products, probes, seed)
+    k = min(FIRST, n, largest)
+    while True:
+        pairs = lanczos(operator, k, tol=tol, seed=seed, dense=False, progress=progress)
+        pairs.require_converged()
+        products.count += pairs.matvecs
+        tails = _tails(pairs, vectors, images)
+        tail, high = tails.mean(0), tails.mean(0) + 2 * _errors(tails, pairs.values)
+        enough = _needed(pairs.values, tail, epsilon) is not None
+        # until the number is settled at the upper end of the error bar too
+        if _needed(pairs.values, high, epsilon) is not None or k == n or (enough and k == largest):
+            return _selected(pairs, tails, epsilon, exact=False, products=products.count)
+        if k == largest:
+            reached = _shares(pairs.values, tail)[-1]
+            raise ValueError(
+                f"{k} eigenpairs hold {reached:.4f} of the energy, short of {1 - epsilon:g}: raise "
+                "largest=, or choose a larger epsilon="
+            )
+        k = min(n, largest, _guess(pairs.values, high[-1], epsilon))
+
+
+def _draw(products: Products, probes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Random signs ``(probes, n)`` and their images."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    signs = 2 * torch.randint(2, (probes, products.n), generator=generator) - 1
+    vectors = signs.to(products.dtype).to(products.device)
+    images = torch.zeros_like(vectors)
+    products.into(vectors, images)
+    if not bool(torch.isfinite(images).all()):
+        raise OperatorError("the operator returned NaN or infinity")
+    return vectors, images
+
+
+def _tails(pairs: Eigenpairs, vectors: Tensor, images: Tensor) -> Tensor:
+    """Each probe's estimate of the energy outside the first j pairs, ``(probes, k + 1)``."""
+    rows, _ = ops.quantise(pairs.vectors.to(vectors.dtype), vectors.dtype)
+    inside = ops.coefficients(rows, images)  # (probes, k): value * coefficient, to the residual
+    total = ops.norm(images) ** 2
+    falling = torch.cat([torch.zeros_like(inside[:, :1]), (inside**2).cumsum(1)], dim=1)
+    return (total[:, None] - falling).clamp_min(0.0).cpu()
+
+
+def _errors(tails: Tensor, values: Tensor) -> Tensor:
+    """Standard errors of the mean over probes, ``(k + 1,)``: bounds, not sample deviations.
+
+    A probe sees the tail with variance at most ``2 sum(lambda^4) <= 2 lambda_k^2 tail``. A few
+    strong values in the tail make its samples so skewed that their own deviation is too small just
+    when their mean is.
+    """
+    magnitudes = values.abs().cpu()
+    beyond = torch.cat([magnitudes[:1], magnitudes])  # nothing in tail j exceeds this
+    return beyond * (2.0 * tails.mean(0) / len(tails)).sqrt()
+
+
+def _shares(values: Tensor, tail: Tensor) -> list[float]:
+    """Share of the energy in the first j pairs, j = 0..k, given the tail beyond all k."""
+    squares = values.cpu() ** 2
+    total = float(squares.sum() + tail[-1])
+    held = torch.cat([torch.zeros(1, dtype=torch.float64), squares.cumsum(0)])
+    return [1.0] * len(held) if total == 0.0 else (held / total).tolist()
+
+
+def _needed(values: Tensor, tail: Tensor, epsilon: float) -> int | None:
+    """The smallest j whose share reaches ``1 - epsilon``; ``None`` if not even all do."""
+    for j, share in enumerate(_shares(values, tail)):
+        if share >= 1.0 - epsilon:
+            return j
+    return None
+
+
+def _guess(values: Tensor, tail: Tensor, epsilon: float) -> int:
+    """How many pairs to try next: squares go on falling as they did over the last half."""
+    squares = (values.cpu() ** 2).clamp_min(1e-300)
+    k = len(squares)
+    half = max(1, k // 2)
+    rate = float((squares[-1] / squares[k - half]).log()) / half
+    rest = float(tail)
+    total = float(squares.sum()) + rest
+    missing = rest - epsilon * total
+    if rate >= -1e-9:
+        return 2 * k
+    # sum of squares[-1] * exp(rate * i), i = 1..j, reaches what is missing
+    ratio = 1.0 - missing * (1.0 - math.exp(rate)) / (float(squares[-1]) * math.exp(rate))
+    more = math.log(ratio) / rate if ratio > 0.0 else k
+    return min(2 * k, k + max(4, math.ceil(1.25 * more)))
+
+
+def _selected(
+    pairs: Eigenpairs, tails: Tensor, epsilon: float, *, exact: bool, products: int
+) -> SpectralEnergy:
+    tail = tails.mean(0)
+    error = torch.zeros_like(tail) if exact else _errors(tails, pairs.values)
+    k = _needed(pairs.values, tail, epsilon)
+    k = len(pairs) if k is None else k
+    squares = float((pairs.values**2).sum())
+    share = _shares(pairs.values, tail)[k]
+    return SpectralEnergy(
+        pairs=pairs.head(k),
+        k=k,
+        least=_needed(pairs.values, (tail - 2 * error).clamp_min(0.0), epsilon) or 0,
+        most=_needed(pairs.values, tail + 2 * error, epsilon) or 0,
+        total=Estimate(squares + float(tail[-1]), float(error[-1]), len(tails)),
+        share=share,
+        products=products + (pairs.matvecs if exact else 0),
+    )

@@ -1,0 +1,213 @@
+"""Energy, density, trace, diagonal and tracking, against matrices whose spectrum is prescribed."""
+
+import math
+
+import pytest
+import torch
+
+from curvlab.eigen import (
+    Density,
+    SpectrumTracker,
+    diagonal,
+    lanczos,
+    power_iteration,
+    spectral_density,
+    spectral_energy,
+    trace,
+)
+from curvlab.operators import Dense
+from curvlab.storage import StorageError
+
+
+def rotated(values, seed=0):
+    """A symmetric matrix with these eigenvalues and random eigenvectors (its columns)."""
+    generator = torch.Generator().manual_seed(seed)
+    n = len(values)
+    q = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
+    matrix = (q * values) @ q.T
+    return (matrix + matrix.T) / 2, q
+
+
+def hessian_like(n=400, seed=0):
+    """Outliers above a bulk of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    top = torch.logspace(1.5, 0, 30, dtype=torch.float64)
+    bulk = 0.1 * torch.randn(n - 30, generator=generator, dtype=torch.float64)
+    return torch.cat([top, bulk])
+
+
+def exact_k(values, epsilon):
+    squares = values.abs().sort(descending=True).values ** 2
+    return int((squares.cumsum(0) < (1 - epsilon) * squares.sum()).sum()) + 1
+
+
+# -- spectral energy -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 0.1, 0.02, 0.01])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_energy_selects_the_exact_number_within_its_own_bounds(epsilon, seed):
+    values = hessian_like(seed=seed)
+    matrix, q = rotated(values, seed)
+    found = spectral_energy(Dense(matrix), epsilon, dense=False, tol=1e-6, seed=seed)
+    wanted = exact_k(values, epsilon)
+    assert found.least <= wanted <= found.most
+    assert found.least <= found.k <= found.most
+    assert len(found.pairs) == found.k
+    true = q[:, values.abs().argsort(descending=True)[: found.k]]
+    cosines = torch.linalg.svdvals(found.pairs.vectors @ true)
+    assert float(cosines.min()) > 1 - 1e-8  # the same subspace
+    assert abs(found.total.value - float((values**2).sum())) < 4 * found.total.error
+
+
+def test_dense_energy_is_exact():
+    values = hessian_like()
+    found = spectral_energy(Dense(rotated(values)[0]), 0.01, dense=True)
+    assert found.k == found.least == found.most == exact_k(values, 0.01)
+    assert found.total.error == 0.0
+    assert math.isclose(found.total.value, float((values**2).sum()), rel_tol=1e-12)
+
+
+def test_leaving_out_everything_selects_nothing_and_a_cap_is_an_error_that_says_what_was_reached():
+    operator = Dense(rotated(hessian_like())[0])
+    assert spectral_energy(operator, 1.0, dense=False).k == 0
+    with pytest.raises(ValueError, match=r"3 eigenpairs hold 0\.\d+ of the energy.*largest="):
+        spectral_energy(operator, 0.01, dense=False, largest=3)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -0.1, 1.5, float("nan")])
+def test_energy_refuses_a_share_outside_its_range(epsilon):
+    with pytest.raises(ValueError, match="epsilon="):
+        spectral_energy(Dense(torch.eye(4)), epsilon)
+
+
+def test_energy_of_the_zero_operator_needs_no_pairs():
+    assert spectral_energy(Dense(torch.zeros(200, 200)), 0.1, dense=False).k == 0
+
+
+# -- density, trace, diagonal ----------------------------------------------------------------------
+
+
+def test_density_moments_are_right_to_their_error_bars():
+    values = hessian_like()
+    density = spectral_density(Dense(rotated(values)[0]), probes=8, steps=40)
+    assert density.products == 8 * 40  # a dense matrix brings its certificate
+    for power in (1, 2, 3):
+        moment = density.moment(power)
+        assert abs(moment.value - float((values**power).sum())) < 4 * moment.error
+    x, y = density.curve(2000)
+    assert math.isclose(float(torch.trapezoid(y, x)), 1.0, rel_tol=1e-3)
+    assert (density.weights.sum(1) - 1).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.15, 0.5, 2.0, 10.0])
+def test_counts_above_a_threshold_contain_the_truth(threshold):
+    values = hessian_like()
+    counted = spectral_density(Dense(rotated(values)[0]), probes=12, steps=60).count_above(
+        threshold
+    )
+    assert abs(counted.value - int((values.abs() > threshold).sum())) <= 2 * counted.error
+
+
+def test_a_run_that_exhausts_the_space_ends_early_and_stays_exact():
+    density = spectral_density(Dense(3.0 * torch.eye(50, dtype=torch.float64)), probes=3, steps=20)
+    assert torch.allclose(density.nodes, torch.tensor(3.0, dtype=torch.float64))
+    moment = density.moment(1)
+    assert math.isclose(moment.value, 150.0, rel_tol=1e-12)
+
+
+def test_density_survives_saving(tmp_path):
+    density = spectral_density(Dense(rotated(hessian_like(60))[0]), probes=2, steps=10)
+    again = Density.load(density.save(tmp_path / "d.safetensors"))
+    assert torch.equal(again.nodes, density.nodes)
+    assert torch.equal(again.weights, density.weights)
+    assert (again.n, again.products) == (density.n, density.products)
+    with pytest.raises(StorageError, match="does not exist"):
+        Density.load(tmp_path / "none")
+
+
+def test_trace_is_exact_on_low_rank_and_right_to_its_error_bar_otherwise():
+    low, _ = rotated(torch.tensor([5.0, -2.0, 1.0] + [0.0] * 97, dtype=torch.float64))
+    assert math.isclose(trace(Dense(low), probes=30).value, 4.0, rel_tol=1e-9)
+    values = hessian_like()
+    misses = 0
+    for seed in range(20):
+        found = trace(Dense(rotated(values)[0]), probes=60, seed=seed)
+        misses += abs(found.value - float(values.sum())) > 3 * found.error
+    assert misses <= 2  # at 20 samples each, three standard errors miss about 0.6 % of the time
+
+
+def test_trace_of_a_tiny_operator_is_exact():
+    found = trace(Dense(torch.diag(torch.tensor([1.0, 2.0, -5.0]))), probes=30)
+    assert found == type(found)(-2.0, 0.0, 3)
+
+
+def test_diagonal_is_right_to_its_error_bars():
+    matrix, _ = rotated(hessian_like(200))
+    mean, error = diagonal(Dense(matrix), probes=400)
+    pulls = (mean - matrix.diagonal()) / error
+    assert 0.8 < float(pulls.square().mean().sqrt()) < 1.25
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, True])
+def test_estimators_refuse_a_bad_number_of_probes(bad):
+    operator = Dense(torch.eye(4))
+    for call in (spectral_density, trace, diagonal):
+        with pytest.raises(ValueError, match="probes="):
+            call(operator, probes=bad)
+
+
+# -- power iteration -------------------------------------------------------------------------------
+
+
+def test_power_iteration_on_residuals_finds_the_pairs_it_promises():
+    values = torch.cat([torch.tensor([9.0, -7.0, 5.0, 3.5]), 0.5 * torch.rand(196)]).double()
+    matrix, _ = rotated(values)
+    pairs = power_iteration(Dense(matrix), 4, tol=1e-5)
+    pairs.require_converged()
+    assert torch.allclose(pairs.values, torch.tensor([9.0, -7.0, 5.0, 3.5]).double(), rtol=1e-8)
+    true = torch.linalg.vector_norm(
+        pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors, dim=1
+    )
+    assert (pairs.residuals >= true).all()
+    assert pairs.orthogonality < 1e-12
+    assert not pairs.complete
+
+
+def test_power_iteration_on_values_stops_early_and_says_that_it_did():
+    matrix, _ = rotated(hessian_like(300))
+    pairs = power_iteration(Dense(matrix), 10, stop="value")
+    assert not bool(pairs.converged.all())
+    assert "before the residuals" in pairs.reason
+    true = torch.linalg.vector_norm(
+        pairs.vectors @ matrix - pairs.values[:, None] * pairs.vectors, dim=1
+    )
+    assert (pairs.residuals >= true).all()
+    assert pairs.orthogonality > 1e-4  # its basis is not orthonormal
+    lanczos_pairs = lanczos(Dense(matrix), 10, tol=1e-6, dense=False)
+    assert torch.allclose(pairs.values, lanczos_pairs.values, rtol=2e-2)  # values look fine
+
+
+def test_power_iteration_ends_at_its_budget_with_a_reason():
+    matrix, _ = rotated(torch.linspace(1, 2, 100, dtype=torch.float64))
+    pairs = power_iteration(Dense(matrix), 3, tol=1e-8, max_products=50)
+    assert pairs.matvecs <= 53
+    assert "max_products" in pairs.reason
+    assert not bool(pairs.converged.all())
+
+
+# -- tracking --------------------------------------------------------------------------------------
+
+
+def test_tracking_follows_a_turning_subspace():
+    values = torch.cat([torch.tensor([5.0, 4.0, 3.0]), 0.1 * torch.rand(97)]).double()
+    matrix, _ = rotated(values)
+    generator = torch.Generator().manual_seed(3)
+    tracker = SpectrumTracker(k=3, tol=1e-4)
+    for step in range(3):
+        tracker.update(Dense(matrix), step, dense=False)
+        noise = torch.randn(100, 100, generator=generator, dtype=torch.float64)
+        matrix = matrix + 1e-3 * (noise + noise.T)
+    assert tracker.steps == [0, 1, 2]
+    assert tracker.table().shape == (3, 3)
+    assert all(0.99 < overlap < 1.0 for overlap in tracker.overlaps)
