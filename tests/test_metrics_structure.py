@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from curvlab.eigen import lanczos
+from curvlab.eigen import lanczos, spectral_density
 from curvlab.learners import SGD
 from curvlab.metrics import (
     block_diagonality,
@@ -16,7 +16,6 @@ from curvlab.metrics import (
     loss_at,
     numerical_rank,
     perturb,
-    quadrature_rank,
     spectral_similarity,
     spectrum_above,
 )
@@ -281,15 +280,8 @@ def test_numerical_rank_depends_on_the_precision_of_the_matrix(generator):
         effective_rank(values, -1.0)
 
 
-def test_quadrature_counts_within_its_error_bars(generator):
-    values = torch.cat([decaying(400, 60), torch.full((100,), 1e-3, dtype=torch.float64)])
-    z = torch.randn(50, 500, generator=generator, dtype=torch.float64)
-    weights = z**2 / (z**2).sum(1, keepdim=True)  # quadrature after as many steps as dimensions
-    nodes = values.expand(50, -1)
-    for threshold, relative in ((1.0, False), (1e-4, True), (1e-5, False)):
-        truth = effective_rank(values, threshold, relative=relative)
-        found = quadrature_rank(nodes, weights, 500, threshold, relative=relative)
-        assert abs(found.value - truth) < 4 * found.error
-        assert 0 < found.error < 0.1 * truth
-    with pytest.raises(ValueError, match="two probes"):
-        quadrature_rank(nodes[:1], weights[:1], 500, 1.0)
+def test_a_count_by_quadrature_agrees_with_the_enumeration(generator):
+    matrix = Dense(with_spectrum(decaying(150, 60), generator))
+    exact = effective_rank(spectrum_above(matrix, 1.0).values, 1.0)
+    found = spectral_density(matrix, probes=20, steps=40).count_above(1.0)
+    assert abs(found.value - exact) < 3 * found.error

@@ -1,5 +1,6 @@
 """The paper's measures: functions over a run's matrices, its snapshots and curvature operators."""
 
+from curvlab.eigen import Estimate
 from curvlab.metrics.forgetting import (
     NORMS,
     Norm,
@@ -18,11 +19,9 @@ from curvlab.metrics.rank import (
     Spectrum,
     effective_rank,
     numerical_rank,
-    quadrature_rank,
     spectrum_above,
 )
 from curvlab.metrics.structure import (
-    Estimate,
     block_diagonality,
     layer_labels,
     spectral_similarity,
@@ -54,7 +53,6 @@ __all__ = [
     "old_pairs",
     "perturb",
     "previous_pairs",
-    "quadrature_rank",
     "spectral_similarity",
     "spectrum_above",
 ]

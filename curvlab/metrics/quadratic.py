@@ -80,7 +80,7 @@ class Expansion:
         paper's (t-1)/t E(t-1).
 
         Args:
-            forgetting: Measured E_o(t) in loss, ``(T, T)``. The published errors fit the measured
+            forgetting: Measured E_o(t) in loss, ``(T, T)``. The published errors suggest the measured
                 E(t-1) and not the predicted one; averaging :meth:`second_order` gives the latter.
             norm: ``"t"`` or ``"t-1"``, as for the measured E(t) it is compared with.
 

@@ -3,6 +3,10 @@
 The paper plots "effective rank for various lambda" without saying what lambda is compared with:
 here an eigenvalue counts where its magnitude exceeds ``threshold`` itself, or ``threshold`` times
 the largest magnitude with ``relative=True``. Report which.
+
+Three ways: all eigenvalues of a small matrix; the outer ones, enumerated with certainty
+(:func:`spectrum_above`), while there are some hundreds; and where there are thousands an estimate
+with an error bar, ``curvlab.eigen.spectral_density(operator).count_above(threshold)``.
 """
 
 from dataclasses import dataclass
@@ -11,7 +15,6 @@ import torch
 from torch import Tensor
 
 from curvlab.eigen import lanczos
-from curvlab.metrics.structure import Estimate
 from curvlab.probe import LinearOperator
 
 
@@ -61,34 +64,6 @@ def numerical_rank(values: Tensor, dtype: torch.dtype | None = None) -> int:
     return effective_rank(values, len(values) * eps, relative=True)
 
 
-def quadrature_rank(
-    nodes: Tensor, weights: Tensor, n: int, threshold: float, *, relative: bool = False
-) -> Estimate:
-    """An effective rank too large to enumerate, from stochastic Lanczos quadrature.
-
-    Each probe z of m Lanczos steps gives nodes (Ritz values) and weights that sum to 1; n times the
-    weight above the threshold estimates the count. Where eigenvalues crowd at the threshold the
-    nodes blur it: take more steps until the count settles.
-
-    Args:
-        nodes: ``(probes, m)``.
-        weights: ``(probes, m)``.
-        n: Size of the matrix.
-        threshold: lambda.
-        relative: Whether it multiplies the largest magnitude among the nodes.
-    """
-    if nodes.shape != weights.shape or nodes.dim() != 2 or len(nodes) < 2:
-        raise ValueError(
-            "quadrature_rank needs nodes and weights (probes, m) of two probes at least; "
-            f"got {tuple(nodes.shape)} and {tuple(weights.shape)}"
-        )
-    magnitudes = nodes.detach().double().abs()
-    limit = threshold * float(magnitudes.max()) if relative else threshold
-    counts = n * (weights.double() * (magnitudes > limit)).sum(1)
-    probes = len(counts)
-    return Estimate(float(counts.mean()), float(counts.std()) / probes**0.5, probes)
-
-
 def spectrum_above(
     operator: LinearOperator,
     threshold: float,
@@ -109,7 +84,8 @@ def spectrum_above(
         threshold: Where to stop.
         relative: Whether it multiplies the largest magnitude.
         first: Pairs in the first batch; each later one doubles it.
-        most: Pairs after which to give up; the result then says ``reached=False``.
+        most: Pairs after which to give up; the result then says ``reached=False``, and counts are
+            lower bounds (``spectral_density(operator).count_above`` estimates the whole count).
         tol: Residuals, relative to each value.
     """
     if threshold < 0.0 or first < 1 or most < 1:

@@ -5,24 +5,14 @@ D from exact columns drawn at random, S from Hutchinson probes. A matrix is a sq
 anything that satisfies the LinearOperator protocol.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from curvlab.eigen import Estimate
 from curvlab.parameters import Layout
 from curvlab.probe import LinearOperator
 
 CHUNK = 64  # columns taken per product: memory stays at 64 vectors
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A value and its standard error (0 when exact); ``samples`` is what it was computed from."""
-
-    value: float
-    error: float
-    samples: int
 
 
 def layer_labels(layout: Layout) -> Tensor:
