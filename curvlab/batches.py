@@ -201,7 +201,7 @@ def _as_batches(data: Any, bare: bool) -> "list[Any] | Iterable[Any]":
             "data= can be read only once (an iterator or generator): pass list(data), a DataLoader "
             "or tensors"
         )
-    if isinstance(data, Iterable):
+    if isinstance(data, Iterable) and not isinstance(data, str | bytes):
         return data
     if isinstance(data, Dataset):
         raise TypeError("data= is a Dataset of single samples: wrap it in a DataLoader")

@@ -89,7 +89,7 @@ class Layout:
             )
         lead = vector.shape[:-1]
         return [
-            vector[..., offset : offset + size].reshape(*lead, *shape)
+            vector[..., offset : offset + size].reshape((*lead, *shape))
             for offset, size, shape in zip(self.offsets, self.sizes, self.shapes, strict=True)
         ]
 

@@ -258,7 +258,13 @@ class Curvature(Operator):
             return lambda: product(one)
 
         with arithmetic(self.device, problem.precision):
-            return memory.measure(run, 1 if samples is None else sample_count(largest) or 1)
+            try:
+                return memory.measure(run, 1 if samples is None else sample_count(largest) or 1)
+            except NotImplementedError as error:
+                raise OperatorError(
+                    f"torch cannot differentiate a layer of this model twice: {error} Write that "
+                    "layer with others that it can (EmbeddingBag as Embedding and a mean)"
+                ) from error
 
 
 class _Part:

@@ -83,5 +83,4 @@ class FunctionalHessian(Hessian):
         return autograd.kept(value, problem.parameters, problem.layout)
 
     def _mlp(self, chunk: Chunk) -> Product:
-        product = self._mlp_product(chunk)
-        return lambda block: product.hessian(block) - product.gauss_newton(block)
+        return self._mlp_product(chunk).functional

@@ -12,6 +12,7 @@ samples of a batch: neither has *the* Hessian, so both are refused, with three n
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -107,7 +108,8 @@ def evaluation(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_seeded(seed, device))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused ones have no double backward
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # nor have compiled graphs
+        if "torch._dynamo" in sys.modules:  # nor have compiled graphs; importing it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         if recurrent:  # the fused recurrent kernels have none either
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))

@@ -1,8 +1,8 @@
 """Hessian products of one chunk by autograd: the graph kept, linearised or compiled.
 
 Only compositions that torch differentiates correctly are used: reverse over reverse, and forward
-over reverse (``linearize`` of ``grad``). Reverse over forward is silently wrong through LayerNorm
-and BatchNorm in torch 2.13.
+over reverse (``jvp`` of ``grad``). Reverse over forward is silently wrong through LayerNorm and
+BatchNorm in torch 2.13.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from curvlab.operators.products.linearise import linearise
 from curvlab.parameters import Layout
 
 Product = Callable[[Tensor], Tensor]  # (b, n) -> (b, n)
@@ -50,14 +51,13 @@ def backward(
 
 def linearised(scalar: Scalar, parameters: Sequence[Tensor], layout: Layout) -> Product:
     """Trace the derivative of the gradient once, with everything that is constant folded."""
-    point = tuple(parameter.detach() for parameter in parameters)
-    _, push = torch.func.linearize(torch.func.grad(scalar), point)
+    push = linearise(torch.func.grad(scalar), parameters)
 
     def product(block: Tensor) -> Tensor:
         result = torch.empty_like(block)
         with torch.no_grad():
             for vector, row in zip(block, result, strict=True):
-                layout.flatten(push(tuple(layout.unflatten(vector))), out=row)
+                layout.flatten(push(*layout.unflatten(vector)), out=row)
         return result
 
     return product

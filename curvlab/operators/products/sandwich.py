@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from curvlab.operators.products.autograd import Product
+from curvlab.operators.products.linearise import linearise
 from curvlab.parameters import Layout
 
 OutputCurvature = Callable[[Tensor], Tensor]  # of the outputs' shape, symmetric and linear
@@ -55,15 +56,14 @@ def linearised(
     layout: Layout,
 ) -> Product:
     """``J v`` from a traced forward derivative, ``J'`` from the kept graph."""
-    point = tuple(parameter.detach() for parameter in parameters)
-    _, push = torch.func.linearize(output, point)
+    push = linearise(output, parameters)
     outputs = output(parameters)
 
     def product(block: Tensor) -> Tensor:
         result = torch.empty_like(block)
         for vector, row in zip(block, result, strict=True):
             with torch.no_grad():
-                along = push(tuple(layout.unflatten(vector)))
+                along = push(*layout.unflatten(vector))
             images = torch.autograd.grad(
                 outputs, parameters, curvature(along), retain_graph=True, allow_unused=True
             )
