@@ -1,0 +1,23 @@
+"""Eigensolvers that certify what they return, and estimates with error bars."""
+
+from curvlab.eigen.density import Density, Estimate, diagonal, spectral_density, trace
+from curvlab.eigen.energy import SpectralEnergy, spectral_energy
+from curvlab.eigen.lanczos import lanczos
+from curvlab.eigen.power import power_iteration
+from curvlab.eigen.result import Eigenpairs, NotConvergedError
+from curvlab.eigen.tracker import SpectrumTracker
+
+__all__ = [
+    "Density",
+    "Eigenpairs",
+    "Estimate",
+    "NotConvergedError",
+    "SpectralEnergy",
+    "SpectrumTracker",
+    "diagonal",
+    "lanczos",
+    "power_iteration",
+    "spectral_density",
+    "spectral_energy",
+    "trace",
+]

@@ -1,0 +1,119 @@
+"""The exact way for small matrices: every eigenvalue, from one symmetric eigendecomposition.
+
+Nothing can be hidden from it, so the result is always complete. Residuals are computed from the
+matrix itself.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from curvlab.eigen.products import Products
+from curvlab.eigen.result import Eigenpairs, RelativeTo, canonical_signs_, tolerances
+from curvlab.eigen.selection import order
+from curvlab.operators import Dense
+from curvlab.probe import Certificate, OperatorError
+
+BLOCK = 64  # identity rows multiplied at a time
+
+
+def dense_is_cheaper(products: Products, k: int) -> bool:
+    """Whether an eigendecomposition of the whole matrix costs less than a search for ``k`` pairs.
+
+    A search needs two or three products per pair and a few dozen more. A matrix that is already
+    there needs none at all, only the decomposition, cheap up to a few hundred rows.
+    """
+    if isinstance(products.operator, Dense):
+        return products.n <= max(256, 6 * k)
+    return products.n <= 2 * k + 24
+
+
+def dense_matrix(products: Products) -> Tensor:
+    """``P A P`` as a float64 matrix ``(n, n)`` on the operator's device, by ``n`` products."""
+    if isinstance(products.operator, Dense) and products.deflation is None:
+        return products.operator.dense().double()
+    n = products.n
+    matrix = torch.zeros(n, n, dtype=torch.float64, device=products.device)
+    for start in range(0, n, BLOCK):
+        rows = torch.zeros(min(BLOCK, n - start), n, dtype=products.dtype, device=products.device)
+        rows[torch.arange(rows.shape[0]), torch.arange(start, start + rows.shape[0])] = 1.0
+        products.project_out_(rows)
+        images = torch.zeros_like(rows)
+        products.into(rows, images)
+        matrix[start : start + rows.shape[0]] = images
+    if not bool(torch.isfinite(matrix).all()):
+        raise OperatorError("the operator returned NaN or infinity")
+    return matrix
+
+
+def solve_dense(
+    products: Products,
+    k: int,
+    *,
+    which: str,
+    tol: float,
+    relative_to: RelativeTo,
+    limit: float,
+    certificate: Certificate | None,
+    method: str = "dense: eigendecomposition of the whole matrix",
+) -> Eigenpairs:
+    """The ``k`` wanted pairs of ``P A P`` from all of them."""
+    began = time.perf_counter()
+    matrix = dense_matrix(products)
+    scale = float(matrix.abs().max())
+    asymmetry = float((matrix - matrix.T).abs().max()) / scale if scale > 0 else 0.0
+    if asymmetry > limit:
+        raise OperatorError(
+            f"the matrix of this operator differs from its transpose by {asymmetry:.1e} (limit "
+            f"{limit:.1e}): it is not symmetric, or it changes between products"
+        )
+    values, columns = torch.linalg.eigh(_without_deflated(products, (matrix + matrix.T) / 2))
+    # The deflated directions were moved to the upper end.
+    values, columns = values[: products.room], columns[:, : products.room]
+    norm = float(values.abs().max())
+    chosen = order(values.cpu(), k, which).to(values.device)
+    values, stored = values[chosen], columns[:, chosen].T.to(products.operator.dtype).contiguous()
+    rest = stored.double() @ matrix.T - values[:, None] * stored.double()
+    residuals = torch.linalg.vector_norm(rest, dim=1) + products.eps * norm
+    floor = 16.0 * products.eps * norm
+    zero = (values.abs() <= floor) & (residuals <= floor)
+    converged = (residuals <= tolerances(values, tol, relative_to, norm)) | zero
+    good = bool(converged.all())
+    return Eigenpairs(
+        values=values,
+        vectors=canonical_signs_(stored),
+        residuals=residuals,
+        converged=converged,
+        complete=good,
+        doubt=0.0 if good else 1.0,
+        orthogonality=_orthogonality(stored),
+        norm=norm,
+        floor=floor,
+        asymmetry=asymmetry,
+        matvecs=products.count,
+        restarts=0,
+        seconds=time.perf_counter() - began,
+        reason="converged" if good else "the tolerance is below the operator's precision",
+        method=method,
+        which=which,
+        tol=tol,
+        relative_to=relative_to,
+        certificate=certificate,
+    )
+
+
+def _orthogonality(rows: Tensor) -> float:
+    gram = rows.double() @ rows.double().T
+    return float((gram - torch.eye(*gram.shape).to(gram)).abs().max())
+
+
+def _without_deflated(products: Products, matrix: Tensor) -> Tensor:
+    """``P A P + shift (I - P)``: the deflated directions get the largest eigenvalue."""
+    if products.deflation is None:
+        return matrix
+    kept = torch.eye(products.n, dtype=products.dtype, device=products.device)
+    products.project_out_(kept)
+    shift = 4.0 * float(matrix.abs().sum(1).max()) + 1.0
+    removed = torch.eye(*matrix.shape).to(matrix) - (kept + kept.T).double() / 2
+    return matrix + shift * removed

@@ -1,0 +1,133 @@
+"""From a finished search to the result: vectors, residuals that can be relied on, the reason.
+
+Residuals come from the decomposition ``A V = V H + R C``, which holds to rounding; the amount by
+which it may not hold is added (:attr:`Solver.loss`: rounding, and the operator error that the
+solve itself has measured). Where that allowance alone decides whether a pair has converged, or
+where ``explicit`` is asked for, the residual is computed from a product with the vector itself.
+"""
+
+from collections.abc import Callable
+
+import torch
+from curvlab_kernels import ops
+from torch import Tensor
+
+from curvlab.eigen.krylov import mix_rows
+from curvlab.eigen.products import orthogonality
+from curvlab.eigen.result import Eigenpairs, canonical_signs_, tolerances
+from curvlab.eigen.solver import Ritz, Solver
+from curvlab.probe import Certificate, OperatorError
+
+
+def eigenpairs(
+    solver: Solver,
+    *,
+    explicit: bool,
+    certificate: Certificate | None,
+    seconds: Callable[[], float],
+    method: str,
+) -> Eigenpairs:
+    """The result of a solve that has ended.
+
+    Args:
+        explicit: Compute every residual from a product, one per pair.
+        seconds: Gives the time spent, when the last product is done.
+    """
+    options, products, krylov = solver.options, solver.products, solver.krylov
+    k = min(options.k, krylov.multiplied)
+    ritz = solver.ritz()
+    interrupted = "interrupted" in solver.reason
+    if not options.certify and not explicit and not solver.exhausted and not interrupted:
+        _spot_check(solver, ritz, k)
+    values = ritz.values[:k]
+    padded = torch.zeros(k, krylov.rows.shape[1], dtype=products.dtype, device=products.device)
+    mix_rows(krylov.rows[: krylov.multiplied], ritz.mixing[:, :k], padded)
+    vectors = padded[:, : krylov.n].contiguous()
+    residuals = ritz.residuals[:k] + solver.loss
+    asked = tolerances(values, options.tol, options.relative_to, krylov.norm)
+    if not interrupted:
+        doubtful = (residuals > asked) & (ritz.residuals[:k] <= asked)
+        doubtful &= values.abs() > solver.floor
+        chosen = torch.arange(k) if explicit else doubtful.nonzero().flatten()
+        if explicit or products.count + len(chosen) <= options.max_products:
+            for i in chosen.tolist():
+                residuals[i] = _true_residual(solver, vectors[i], float(values[i]))
+    zero = (values.abs() <= solver.floor) & (residuals <= solver.floor)
+    converged = (residuals <= asked) | zero
+    vectors = vectors.to(products.operator.dtype)
+    reason = _reason(solver, converged, zero, residuals)
+    settled = "converged" in solver.reason and bool(converged.all())
+    device = products.device
+    return Eigenpairs(
+        values=values.to(device),
+        vectors=canonical_signs_(vectors),
+        residuals=residuals.to(device),
+        converged=converged.to(device),
+        complete=settled and solver.doubt <= options.doubt,
+        doubt=solver.doubt if settled else 1.0,
+        orthogonality=orthogonality(padded),
+        norm=krylov.norm,
+        floor=solver.floor,
+        asymmetry=krylov.noise / krylov.norm if krylov.norm > 0 else 0.0,
+        matvecs=products.count,
+        restarts=krylov.restarts,
+        seconds=seconds(),
+        reason=reason,
+        method=method,
+        which=options.which,
+        tol=options.tol,
+        relative_to=options.relative_to,
+        certificate=certificate,
+    )
+
+
+def _reason(solver: Solver, converged: Tensor, zero: Tensor, residuals: Tensor) -> str:
+    reason = solver.reason
+    late = int((~converged).sum())
+    if reason.startswith("converged") and late:
+        worst = float(residuals[~converged].max())
+        reason = (
+            f"the tolerance is below the operator's precision for {late} pairs: their residuals "
+            f"stay near {worst:.1e}, and products are known to {solver.loss:.1e}"
+        )
+    if int(zero.sum()):
+        reason += f" ({int(zero.sum())} values are zero to the operator's precision)"
+    return reason
+
+
+def _true_residual(solver: Solver, vector: Tensor, value: float) -> float:
+    products = solver.products
+    image = torch.zeros_like(vector)
+    products.into(vector, image)
+    length = float(ops.norm(image.double() - value * vector.double()))
+    if not length < float("inf"):
+        raise OperatorError("the operator returned NaN or infinity when a result was checked")
+    return length
+
+
+def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
+    """One product with a random mixture of the pairs, against what the decomposition says of it.
+
+    It shows drift since the products were made, and any loss that rounding does not explain. The
+    difference is a random mixture of the pairs' own losses, and rarely shorter than any of them.
+    """
+    products, krylov = solver.products, solver.krylov
+    generator = torch.Generator().manual_seed(solver.options.seed + 7)
+    weights = ritz.mixing[:, :k] @ torch.randn(k, generator=generator, dtype=torch.float64)
+    mixture = torch.zeros(1, krylov.n, dtype=products.dtype, device=products.device)
+    expected = torch.zeros(1, krylov.n, dtype=torch.float64, device=products.device)
+    m, size = krylov.multiplied, krylov.size
+    said = krylov.coupling[:size, :m] @ weights[:, None]
+    mix_rows(krylov.rows[:m, : krylov.n], weights[:, None], mixture)
+    mix_rows(krylov.rows[:size, : krylov.n], said, expected)
+    image = torch.zeros_like(mixture[0])
+    products.into(mixture[0], image)
+    difference = float(ops.norm(image.double() - expected[0]))
+    length = float(weights.norm())
+    if not difference <= solver.options.limit * krylov.norm * length:
+        raise OperatorError(
+            f"a product made after the solve differs by {difference / length / krylov.norm:.1e} of "
+            "the operator's norm from what the products made during it say: it has changed "
+            "meanwhile (parameters updated, a reshuffling loader), or it is not linear"
+        )
+    krylov.lost = max(krylov.lost, difference)

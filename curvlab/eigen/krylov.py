@@ -1,0 +1,297 @@
+"""A growing orthonormal basis and everything that products have told about the operator on it.
+
+The basis has ``m`` rows ``V`` whose products are known, and a frontier of ``f`` rows ``R``, at
+least as long as the process has not broken down, whose products are not. All rows are orthonormal
+and, up to rounding,
+
+    A V = V H + R C + S D        (vectors as columns here)
+
+where ``S`` are frontier rows that have been set aside for a while: new rows are not made orthogonal
+to them. So a Ritz pair ``(theta, V y)`` of ``T = (H + H') / 2`` has a true residual of at most
+``||((H - T) y, C y)|| + ||D y||``, and exactly that while nothing is set aside: no product and no
+long vector is needed to know it.
+With one frontier row and one start vector this is Lanczos; with several it is block Lanczos; a
+random row added later starts a second chain. What full orthogonalisation of every product against
+every row measures, ``H`` keeps: ``H - H'`` is not assumed to vanish, it is recorded, and shows an
+operator that drifts, is noisy or is not symmetric.
+"""
+
+import math
+
+import torch
+from curvlab_kernels import ops
+from torch import Tensor
+
+from curvlab.probe import OperatorError
+
+CHUNK = 65536  # columns mixed at a time in float64 when the basis is compressed
+
+
+class Krylov:
+    """The decomposition ``A V = V H + R C``; see the file's header.
+
+    Attributes:
+        rows: Storage ``(capacity, padded n)``; rows ``0..m`` are ``V``, rows ``m..m+f`` are ``R``.
+        coupling: ``(capacity, capacity)``, float64, CPU: column ``j < m`` holds the coefficients of
+            ``A v_j`` on all rows, that is ``H`` above ``C``.
+        aside: ``S``, shape ``(d, padded n)``.
+        aside_coupling: ``D``, shape ``(d, capacity)``, float64, CPU.
+        norm: Largest ``||A v||`` seen for a unit ``v``: a lower bound of ``||A||``.
+    """
+
+    def __init__(
+        self, n: int, capacity: int, *, dtype: torch.dtype, device: torch.device, eps: float
+    ) -> None:
+        self.n = n
+        self.eps = eps
+        self.rows = torch.zeros(capacity, ops.padded(n), dtype=dtype, device=device)
+        self.coupling = torch.zeros(capacity, capacity, dtype=torch.float64)
+        self.aside = self.rows[:0].clone()
+        self.aside_coupling = torch.zeros(0, capacity, dtype=torch.float64)
+        self.multiplied = 0
+        self.frontier = 0
+        self.restarts = 0
+        self.norm = 0.0
+        self.chained = False  # whether the last row came from the one before it
+        self.asymmetry_squares = 0.0
+        self.asymmetry_count = 0
+        self.lost = 0.0  # part of A V that compressions could not keep in H and C
+        self._pending: list[tuple[int, Tensor]] = []
+
+    @property
+    def size(self) -> int:
+        return self.multiplied + self.frontier
+
+    @property
+    def capacity(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def breakdown(self) -> float:
+        """A product's remainder at or below this norm is rounding, not a direction."""
+        return self.breakdown_of(self.norm)
+
+    def breakdown_of(self, length: float) -> float:
+        """What rounding leaves of a vector of this norm when it is orthogonalised."""
+        return self.eps * max(8.0, math.sqrt(self.size)) * length
+
+    @property
+    def noise(self) -> float:
+        """Norm of the error of one product, as seen by ``H - H'``.
+
+        An error without preferred direction has only ``1 / sqrt(n)`` of its norm along a row.
+        """
+        if self.asymmetry_count == 0:
+            return 0.0
+        return math.sqrt(self.asymmetry_squares / self.asymmetry_count * self.n / 2.0)
+
+    def row(self, index: int) -> Tensor:
+        """Row ``index`` without its padding, ``(n,)``."""
+        return self.rows[index, : self.n]
+
+    def add(self, vector: Tensor) -> bool:
+        """Orthonormalise ``vector`` ``(n,)`` against all rows into a new frontier row.
+
+        Returns:
+            Whether there was anything left of it.
+        """
+        target = self.row(self.size)
+        target.copy_(vector)
+        _, length = ops.orthonormalise_(self.rows[: self.size], target)
+        if not bool(torch.isfinite(length)):
+            target.zero_()
+            raise ValueError("a start vector holds NaN or infinity")
+        if float(length) == 0.0:
+            target.zero_()
+            return False
+        self.coupling[self.size].zero_()
+        self.frontier += 1
+        self.chained = False
+        return True
+
+    def promote(self, index: int) -> None:
+        """Make frontier row ``index`` (counted from ``m``) the next to be multiplied."""
+        if index == 0:
+            return
+        first, other = self.multiplied, self.multiplied + index
+        held = self.rows[first].clone()
+        self.rows[first].copy_(self.rows[other])
+        self.rows[other].copy_(held)
+        self.coupling[[first, other]] = self.coupling[[other, first]]
+        self.chained = False
+
+    def expand(self) -> None:
+        """Take the product of row ``m``, which the caller has put into row ``m + f``, as known.
+
+        The product becomes a new frontier row. Its coefficients stay on the device until
+        :meth:`settle`.
+        """
+        held, target = self.rows[: self.size], self.row(self.size)
+        if self.chained and self.frontier == 1 and not self._pending:
+            beta = float(self.coupling[self.multiplied, self.multiplied - 1])
+            _, length, coefficients = ops.lanczos_step_(held, target, beta)
+        else:
+            coefficients, length = ops.orthonormalise_(held, target)
+        self._pending.append((self.multiplied, torch.cat([coefficients, length.reshape(1)])))
+        self.multiplied += 1
+        self.chained = self.frontier == 1
+
+    def expand_block(self, products: Tensor) -> None:
+        """The same for ``products`` ``(b, n)`` of the first ``b`` frontier rows, all at once."""
+        b, size = products.shape[0], self.size
+        block = self.rows[size : size + b, : self.n]
+        block.copy_(products)
+        if not bool(torch.isfinite(ops.norm(products)).all()):
+            raise OperatorError(_NOT_FINITE)
+        new = products.clone()
+        kept = ops.orthonormalise_block_(self.rows[:size], new)
+        count = int(kept.sum())
+        block[:count].copy_(new[kept])
+        block[count:].zero_()
+        columns = ops.coefficients(self.rows[: size + count], products).cpu()
+        for j, column in enumerate(columns):
+            self._record(self.multiplied + j, column, size + count)
+        self.multiplied += b
+        self.frontier += count - b
+        self.chained = False
+
+    def settle(self) -> bool:
+        """Bring pending coefficients to the host in one transfer; False if the chain broke down.
+
+        After a breakdown the rows from the first exhausted direction on are forgotten.
+        """
+        if not self._pending:
+            return True
+        lengths = [column.shape[0] for _, column in self._pending]
+        together = torch.cat([column for _, column in self._pending]).cpu()
+        pending, self._pending = self._pending, []
+        for (j, _), column in zip(pending, torch.split(together, lengths), strict=True):
+            if not bool(torch.isfinite(column).all()):
+                raise OperatorError(_NOT_FINITE)
+            # j + f rows stood before the product, where f is the number of frontier rows
+            size = column.shape[0] - 1
+            self._record(j, column, size + 1)
+            if float(column[-1]) <= self.breakdown:
+                self.multiplied = j + 1
+                self.frontier = size - self.multiplied
+                self.coupling[size, : self.multiplied] = 0.0
+                self.row(size).zero_()
+                self.chained = False
+                return False
+        return True
+
+    def _record(self, j: int, column: Tensor, size: int) -> None:
+        self.coupling[:, j] = 0.0
+        self.coupling[:size, j] = column
+        self.norm = max(self.norm, float(torch.linalg.vector_norm(column)))
+        if j == 0:
+            return
+        difference = column[:j] - self.coupling[j, :j]
+        unknown = 0
+        if len(self.aside_coupling):
+            # v_j may overlap what is set aside. How far is not measured, but every earlier row sees
+            # the same overlap: as many unknowns as rows aside, j equations.
+            known = self.aside_coupling[:, :j].T
+            overlap = torch.linalg.lstsq(known, difference[:, None], driver="gelsd").solution
+            shared = (known @ overlap).flatten()
+            self.coupling[j, :j] += shared
+            difference = difference - shared
+            unknown = len(self.aside_coupling)
+        self.asymmetry_squares += float(difference.square().sum())
+        self.asymmetry_count += max(0, j - unknown)
+
+    def set_aside(self) -> None:
+        """Take the frontier out of the basis: new rows need not be orthogonal to it."""
+        m, size = self.multiplied, self.size
+        remainder = torch.zeros(self.frontier, self.capacity, dtype=torch.float64)
+        remainder[:, :m] = self.coupling[m:size, :m]
+        self.aside = torch.cat([self.aside, self.rows[m:size]])
+        self.aside_coupling = torch.cat([self.aside_coupling, remainder])
+        self.coupling[m:size] = 0.0
+        self.rows[m:size].zero_()
+        self.frontier = 0
+        self.chained = False
+
+    def bring_back(self, first: int) -> None:
+        """Make what was set aside when there were ``first`` rows part of the frontier again."""
+        self.coupling[first:, :first] = 0.0
+        for held, remainder in zip(self.aside, self.aside_coupling, strict=True):
+            target = self.row(self.size)
+            target.copy_(held[: self.n])
+            overlap, length = ops.orthonormalise_(self.rows[: self.size], target)
+            column = torch.cat([overlap, length.reshape(1)]).cpu()
+            kept = self.size + (1 if float(column[-1]) > 0.0 else 0)
+            self.coupling[first:kept, :first] += torch.outer(column[first:kept], remainder[:first])
+            self.frontier += kept - self.size
+        self.aside = self.aside[:0]
+        self.aside_coupling = self.aside_coupling[:0]
+        self.chained = False
+
+    def forget(self, m: int) -> None:
+        """Go back to the first ``m`` rows, at which :meth:`set_aside` was called."""
+        self.rows[m : self.size].zero_()
+        self.coupling[m:] = 0.0
+        self.coupling[:, m:] = 0.0
+        self.multiplied, self.frontier = m, 0
+        self.chained = False
+
+    def projected(self) -> Tensor:
+        """``T``, shape ``(m, m)``, float64."""
+        h = self.coupling[: self.multiplied, : self.multiplied]
+        return (h + h.T) / 2
+
+    def residuals(self, mixing: Tensor) -> Tensor:
+        """Residual norms ``(p,)`` of the Ritz pairs with columns ``mixing`` ``(m, p)``."""
+        m = self.multiplied
+        h = self.coupling[:m, :m]
+        inside = ((h - h.T) / 2 @ mixing).square().sum(0)
+        outside = (self.coupling[m : self.size, :m] @ mixing).square().sum(0)
+        gone = (self.aside_coupling[:, :m] @ mixing).square().sum(0)
+        return (inside + outside).sqrt() + gone.sqrt()
+
+    def compress(self, mixing: Tensor, values: Tensor) -> None:
+        """Thick restart: keep the Ritz vectors ``V y`` with columns ``y`` of ``mixing`` ``(m, p)``.
+
+        Args:
+            mixing: Orthonormal columns, float64.
+            values: Their Ritz values ``(p,)``.
+        """
+        m, p, f = self.multiplied, mixing.shape[1], self.frontier
+        h, remainder = self.coupling[:m, :m], self.coupling[m : m + f, :m]
+        if p:
+            skew = (h - h.T) / 2 @ mixing
+            self.lost = math.hypot(self.lost, math.sqrt(float(skew.square().sum(0).max())))
+        mix_rows(self.rows[:m], mixing, self.rows[:p])
+        coupling = torch.zeros_like(self.coupling)
+        coupling[:p, :p] = torch.diag(values)
+        coupling[p : p + f, :p] = remainder @ mixing
+        self.coupling = coupling
+        aside = torch.zeros_like(self.aside_coupling)
+        aside[:, :p] = self.aside_coupling[:, :m] @ mixing
+        self.aside_coupling = aside
+        for i in range(f):  # in this order: a row may move onto one already moved
+            self.rows[p + i].copy_(self.rows[m + i])
+        self.rows[p + f : m + f].zero_()
+        self.multiplied = p
+        self.restarts += 1
+        self.chained = False
+
+
+def mix_rows(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
+    """``into[i] = sum_j mixing[j, i] rows[j]`` in float64, rounded once; may be in place.
+
+    Args:
+        rows: Shape ``(m, n)``.
+        mixing: Shape ``(m, p)``, float64.
+        into: Shape ``(p, n)``; may be the first ``p`` of ``rows``.
+    """
+    transposed = mixing.T.to(rows.device)
+    for start in range(0, rows.shape[1], CHUNK):
+        columns = slice(start, start + CHUNK)
+        into[:, columns] = (transposed @ rows[:, columns].double()).to(into.dtype)
+
+
+_NOT_FINITE = (
+    "the operator returned NaN or infinity. Usual causes: parameters or data that are not finite, "
+    "overflow in half precision, or a function whose second derivative is not finite somewhere"
+)

@@ -1,0 +1,145 @@
+"""Products with an operator: counted, copied, checked and deflated.
+
+The operator gets a copy of each vector and its result is copied at once, so an operator that
+overwrites its input or hands out one buffer again and again is harmless here.
+"""
+
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from curvlab_kernels import ops
+from torch import Tensor
+
+from curvlab.operators import Dense
+from curvlab.probe import Certificate, LinearOperator, OperatorError, probe
+
+ORTHONORMAL = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+@runtime_checkable
+class Deflation(Protocol):
+    """Directions to leave out, such as a :class:`curvlab.basis.Basis`."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def project_out_(self, vectors: Tensor, /) -> object: ...
+
+
+class DeflatedRows:
+    """Orthonormal rows ``(q, n)`` given as a tensor, stored padded."""
+
+    def __init__(self, rows: Tensor, dtype: torch.dtype) -> None:
+        self.size, self.n = rows.shape
+        self.rows, _ = ops.quantise(rows.to(dtype), dtype)
+        error = orthogonality(self.rows)
+        if not error <= ORTHONORMAL[dtype]:
+            raise ValueError(
+                f"deflate= needs orthonormal rows; |Q Q' - I| reaches {error:.1e}. Orthonormalise "
+                "them first, e.g. torch.linalg.qr(rows.T).Q.T, or pass a curvlab Basis"
+            )
+
+    def project_out_(self, vectors: Tensor, /) -> object:
+        return ops.project_(self.rows, vectors)
+
+
+def orthogonality(rows: Tensor) -> float:
+    """Largest element of ``|V V' - I|`` for padded rows ``(m, ld)``, float32 or float64."""
+    gram = ops.coefficients(rows, rows)
+    return float((gram - torch.eye(*gram.shape).to(gram)).abs().max()) if len(rows) else 0.0
+
+
+class Products:
+    """``P A P`` for an operator ``A``, with ``P`` the deflation's projector (or the identity).
+
+    Attributes:
+        count: Products with ``A`` so far; a block of ``b`` counts ``b``.
+        dtype: Of the working vectors: float64 for a float64 operator, else float32.
+    """
+
+    def __init__(self, operator: LinearOperator, deflate: Deflation | Tensor | None) -> None:
+        self.operator = operator
+        self.n = operator.n
+        self.device = torch.device(operator.device)
+        self.dtype = torch.float64 if operator.dtype == torch.float64 else torch.float32
+        self.eps = float(torch.finfo(operator.dtype).eps)
+        self.count = 0
+        self.deflation = _deflation(deflate, self)
+        self.room = self.n - (0 if self.deflation is None else self.deflation.size)
+
+    def probe(self, limit: float | None, seed: int) -> Certificate:
+        """The operator's own certificate, or a new one; raises if the operator failed it."""
+        certificate = self._known()
+        if certificate is None:
+            certificate = probe(self.operator, seed=seed, limit=limit)
+            self.count += certificate.products
+        elif limit is not None:
+            certificate = replace(certificate, limit=limit)
+        certificate.require()
+        return certificate
+
+    def _known(self) -> Certificate | None:
+        """A certificate that needs no products: one already measured, or that of a matrix."""
+        if isinstance(self.operator, Dense):  # made symmetric when it was built
+            limit = self.eps * 2e3
+            return Certificate(0.0, 0.0, 0.0, limit=limit, products=0)
+        known = getattr(self.operator, "__dict__", {}).get("certificate")
+        return known if isinstance(known, Certificate) else None
+
+    def into(self, vectors: Tensor, targets: Tensor) -> None:
+        """``targets = P A vectors``; both ``(n,)`` or ``(b, n)``, vectors already in P's range."""
+        given = vectors.to(self.operator.dtype, copy=True)
+        result = self.operator @ given
+        self.count += 1 if vectors.ndim == 1 else vectors.shape[0]
+        self._check(result, vectors)
+        targets.copy_(result.detach())
+        self.project_out_(targets)
+
+    def project_out_(self, vectors: Tensor) -> None:
+        """Remove the deflated directions from ``(n,)`` or ``(b, n)`` in place."""
+        if self.deflation is not None:
+            self.deflation.project_out_(vectors)
+
+    def _check(self, result: Tensor, vectors: Tensor) -> None:
+        if not isinstance(result, Tensor):
+            raise OperatorError(f"operator @ vectors must be a tensor; got {type(result).__name__}")
+        if result.shape != vectors.shape:
+            raise OperatorError(
+                f"operator @ vectors must keep the shape {tuple(vectors.shape)}; "
+                f"got {tuple(result.shape)}"
+            )
+        if not result.is_floating_point():
+            raise OperatorError(f"operator @ vectors must be real floats; got {result.dtype}")
+        if result.device != vectors.device:
+            raise OperatorError(
+                f"the operator says its device is {vectors.device} but answers on {result.device}"
+            )
+
+
+def _deflation(deflate: Deflation | Tensor | None, products: Products) -> Deflation | None:
+    if deflate is None:
+        return None
+    if isinstance(deflate, Tensor):
+        if deflate.ndim != 2 or deflate.shape[1] != products.n:
+            raise ValueError(
+                f"deflate= takes orthonormal rows (q, {products.n}); got {tuple(deflate.shape)}"
+            )
+        if not deflate.is_floating_point():
+            raise TypeError(f"deflate= rows are {deflate.dtype}; they must be real floats")
+        if deflate.device != products.device:
+            raise ValueError(
+                f"deflate= is on {deflate.device}, the operator on {products.device}: move one"
+            )
+        deflate = DeflatedRows(deflate.detach(), products.dtype)
+    if not isinstance(deflate, Deflation):
+        raise TypeError(
+            "deflate= takes a curvlab Basis or a tensor of orthonormal rows; got "
+            f"{type(deflate).__name__}"
+        )
+    if deflate.n != products.n:
+        raise ValueError(
+            f"deflate= holds vectors of {deflate.n} elements; the operator has {products.n}"
+        )
+    return None if deflate.size == 0 else deflate

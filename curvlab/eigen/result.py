@@ -1,0 +1,207 @@
+"""What every eigensolver returns: the pairs, how good each one is, and what the answer cost.
+
+Values and residuals are float64; vectors are orthonormal rows in the operator's precision, each
+with its largest element positive. ``residuals`` are upper bounds of ``||A v - value v||``: no
+reported residual is below the true one by more than the rounding of a product. With ``deflate=``,
+``A`` stands for ``P A P``, where ``P`` removes the deflated directions.
+
+A pair has converged when its residual is at most ``tol * |value|`` (``relative_to="value"``) or
+``tol * ||A||`` (``relative_to="norm"``). A value that the operator's precision cannot tell from
+zero (at most ``floor``) cannot meet a relative tolerance; it counts as converged when its residual
+is also at most ``floor``, and ``reason`` says how many such pairs there are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from curvlab.probe import Certificate
+from curvlab.storage import load_tensors, save_tensors
+
+RelativeTo = Literal["value", "norm"]
+_TENSORS = ("values", "vectors", "residuals", "converged")
+
+
+class NotConvergedError(RuntimeError):
+    """A solve ended before every pair met its tolerance; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Eigenpairs:
+    """Eigenvalues, eigenvectors and the evidence for them.
+
+    Attributes:
+        values: Shape ``(k,)``, float64, in the order that was asked for.
+        vectors: Shape ``(k, n)``, orthonormal rows.
+        residuals: Shape ``(k,)``, float64, upper bounds of ``||A v - value v||``.
+        converged: Shape ``(k,)``, bool.
+        complete: Whether no eigenvalue that belongs among these is missing, copies included, except
+            with probability ``doubt``. False means that it was not checked or could not be shown.
+        doubt: Bound on the probability that ``complete`` is wrong; 0 when every direction of the
+            space was examined, 1 when completeness was not shown.
+        orthogonality: Largest element of ``|V V' - I|``.
+        norm: Largest ``|value|`` of ``A`` that was seen.
+        floor: Residual below which the operator's precision shows nothing.
+        asymmetry: Operator error seen during the solve, relative to ``norm``: drift, noise or a
+            wrong derivative would show here.
+        matvecs: Products with the operator, all of them (probes and checks included).
+        restarts: How often the basis was compressed.
+        seconds: Wall-clock time, operator included.
+        reason: Why the solve ended.
+        method: Which solver, and what it decided for itself.
+        which: The part of the spectrum that was asked for.
+        tol: The tolerance that was asked for.
+        relative_to: What ``tol`` multiplies: each pair's own ``"value"``, or the ``"norm"``.
+        certificate: The operator's probe at the start; ``None`` if a caller's choice left it out.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    converged: Tensor
+    complete: bool
+    doubt: float
+    orthogonality: float
+    norm: float
+    floor: float
+    asymmetry: float
+    matvecs: int
+    restarts: int
+    seconds: float
+    reason: str
+    method: str
+    which: str
+    tol: float
+    relative_to: RelativeTo
+    certificate: Certificate | None
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def n(self) -> int:
+        return self.vectors.shape[1]
+
+    @property
+    def tolerances(self) -> Tensor:
+        """What each residual was compared with, shape ``(k,)``."""
+        return tolerances(self.values, self.tol, self.relative_to, self.norm)
+
+    def require_converged(self, *, complete: bool = False) -> "Eigenpairs":
+        """These pairs, or :class:`NotConvergedError` with advice.
+
+        Args:
+            complete: Also require that no eigenvalue is missing from the set.
+        """
+        if not bool(self.converged.all()):
+            late = (~self.converged).nonzero().flatten().tolist()
+            worst = float((self.residuals / self.tolerances.clamp_min(1e-300)).max())
+            raise NotConvergedError(
+                f"{len(late)} of {len(self)} pairs have not converged (positions {_some(late)}; "
+                f"the worst residual is {worst:.1e} times its tolerance): {self.reason}. "
+                f"{_advice(self.reason)}"
+            )
+        if complete and not self.complete:
+            raise NotConvergedError(
+                f"the pairs converged, but it was not shown that none is missing: {self.reason}. "
+                "Allow more products (max_products=, certify_products=), more rows (basis=) or "
+                'use multiplicity="certify"'
+            )
+        return self
+
+    def head(self, k: int) -> "Eigenpairs":
+        """The first ``k`` pairs; completeness holds for ``"LM"``, ``"LA"`` and ``"SA"``."""
+        if not 0 <= k <= len(self):
+            raise ValueError(f"head(k) needs 0 <= k <= {len(self)}; got {k}")
+        kept: dict[str, Any] = {name: getattr(self, name)[:k] for name in _TENSORS}
+        return replace(self, **kept)
+
+    def table(self, most: int = 40) -> str:
+        """One line per pair: value, residual, tolerance, converged or not."""
+        lines = [f"{'':>4} {'value':>14} {'residual':>10} {'allowed':>10}"]
+        for i, (value, residual, allowed, good) in enumerate(
+            zip(
+                self.values.tolist(),
+                self.residuals.tolist(),
+                self.tolerances.tolist(),
+                self.converged.tolist(),
+                strict=True,
+            )
+        ):
+            if i == most:
+                lines.append(f"     ... {len(self) - most} more")
+                break
+            mark = "" if good else "  not converged"
+            lines.append(f"{i:>4} {value:>14.7g} {residual:>10.2e} {allowed:>10.2e}{mark}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        good = int(self.converged.sum())
+        known = f"complete (doubt {self.doubt:.0e})" if self.complete else "completeness not shown"
+        return (
+            f"Eigenpairs({len(self)} of n={self.n}, {self.which!r}, {good} converged to "
+            f"tol={self.tol:g} of the {self.relative_to}, {known}; {self.method}, "
+            f"{self.matvecs} products, {self.restarts} restarts, {self.seconds:.2f} s; "
+            f"{self.reason})\n{self.table(most=10)}"
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write to one ``.safetensors`` file with a checksum; see :mod:`curvlab.storage`."""
+        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
+        facts["certificate"] = certificate_facts(self.certificate)
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        return save_tensors(path, "eigenpairs", tensors, facts)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "Eigenpairs":
+        """Read what :meth:`save` wrote."""
+        tensors, manifest = load_tensors(path, "eigenpairs")
+        facts: dict[str, Any] = {name: tensors[name].to(device) for name in _TENSORS}
+        facts |= {f.name: manifest[f.name] for f in fields(cls) if f.name not in _TENSORS}
+        facts["certificate"] = certificate_from(facts["certificate"])
+        return cls(**facts)
+
+
+def tolerances(values: Tensor, tol: float, relative_to: RelativeTo, norm: float) -> Tensor:
+    """The residual allowed for each of ``values`` ``(k,)``."""
+    scale = values.abs() if relative_to == "value" else torch.full_like(values, norm)
+    return tol * scale
+
+
+def canonical_signs_(vectors: Tensor) -> Tensor:
+    """Flip rows ``(k, n)`` in place so that the element of largest magnitude is positive."""
+    if vectors.numel():
+        largest = vectors.abs().argmax(dim=1, keepdim=True)
+        negative = vectors.gather(1, largest) < 0
+        for row in negative.flatten().nonzero().flatten().tolist():
+            vectors[row].neg_()
+    return vectors
+
+
+def certificate_facts(certificate: Certificate | None) -> dict[str, float] | None:
+    """A certificate as JSON."""
+    if certificate is None:
+        return None
+    return {f.name: getattr(certificate, f.name) for f in fields(certificate)}
+
+
+def certificate_from(facts: dict[str, Any] | None) -> Certificate | None:
+    """A certificate from JSON."""
+    return None if facts is None else Certificate(**facts)
+
+
+def _advice(reason: str) -> str:
+    if "precision" in reason:
+        return "Loosen tol=, use relative_to='norm', or use an operator in float64"
+    if "interrupted" in reason:
+        return "Run again; with checkpoint= the solve resumes where it stopped"
+    return "Allow more products (max_products=), more basis rows (basis=), or loosen tol="
+
+
+def _some(positions: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, positions[:most]))
+    return shown if len(positions) <= most else f"{shown}, ..."

@@ -1,0 +1,114 @@
+"""One solve from its first product to its result: checkpoints, progress, Ctrl-C."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlab.eigen.checkpoint import read_checkpoint, write_checkpoint
+from curvlab.eigen.finish import eigenpairs
+from curvlab.eigen.products import DeflatedRows, Products
+from curvlab.eigen.progress import Progress
+from curvlab.eigen.result import Eigenpairs
+from curvlab.eigen.solver import Options, Solver
+from curvlab.probe import Certificate
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Where and how often the state is saved, and whether progress is shown."""
+
+    checkpoint: Path | None = None
+    every: int = 50
+    progress: bool | None = None
+
+    @property
+    def resumes(self) -> bool:
+        return self.checkpoint is not None and self.checkpoint.exists()
+
+
+def run(
+    products: Products,
+    options: Options,
+    *,
+    start: Tensor | None,
+    explicit: bool,
+    certificate: Certificate | None,
+    keeping: Keeping,
+    method: str,
+) -> Eigenpairs:
+    """Solve; a checkpoint that exists is resumed.
+
+    Args:
+        start: Rows ``(b, n)`` to start from, or ``None`` for random ones.
+        explicit: Compute every residual from a product.
+    """
+    began = time.perf_counter()
+    solver = Solver(products, options)
+    asked = _identity(products, options, start) if keeping.checkpoint is not None else {}
+    if keeping.resumes and keeping.checkpoint is not None:
+        certificate, spent = read_checkpoint(keeping.checkpoint, solver, asked=asked)
+        began -= spent
+    else:
+        solver.start(start)
+
+    def save() -> None:
+        if keeping.checkpoint is not None:
+            seconds = time.perf_counter() - began
+            write_checkpoint(
+                keeping.checkpoint, solver, asked=asked, certificate=certificate, seconds=seconds
+            )
+
+    _iterate(solver, keeping, save, method)
+    return eigenpairs(
+        solver,
+        explicit=explicit,
+        certificate=certificate,
+        seconds=lambda: time.perf_counter() - began,
+        method=method,
+    )
+
+
+def _iterate(solver: Solver, keeping: Keeping, save: Callable[[], None], method: str) -> None:
+    line = Progress(method, keeping.progress)
+    saved = solver.products.count
+    try:
+        while not solver.finished:
+            if solver.products.count - saved >= keeping.every:
+                save()
+                saved = solver.products.count
+            solver.step()
+            line.update(solver.products.count, solver.found, solver.options.k, solver.stage)
+    except KeyboardInterrupt:
+        # Between the product and its bookkeeping nothing is half done: rows count only afterwards.
+        solver.krylov.settle()
+        save()
+        solver.finish("interrupted by Ctrl-C")
+    finally:
+        line.close()
+
+
+def _identity(products: Products, options: Options, start: Tensor | None) -> dict[str, Any]:
+    """What must agree for a checkpoint to belong to this solve."""
+    deflation = products.deflation
+    rows = deflation.rows if isinstance(deflation, DeflatedRows) else None
+    return {
+        **{name: value for name, value in asdict(options).items() if name != "max_products"},
+        "n": products.n,
+        "dtype": str(products.operator.dtype),
+        "deflated": 0 if deflation is None else deflation.size,
+        "deflated digest": _digest(rows),
+        "start digest": _digest(start),
+    }
+
+
+def _digest(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return ""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()

@@ -1,0 +1,79 @@
+"""Which eigenvalues are wanted, in which order, and where the unwanted begin."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Which = Literal["LM", "LA", "SA", "both"]
+
+
+def check_which(which: str) -> None:
+    """Raise unless ``which`` names a part of the spectrum."""
+    if which not in get_args(Which):
+        raise ValueError(
+            "which= is 'LM' (largest magnitude), 'LA' (largest), 'SA' (smallest) or 'both' "
+            f"(half from each end); got {which!r}"
+        )
+
+
+def order(values: Tensor, k: int, which: str) -> Tensor:
+    """Positions of the ``k`` wanted among ``values`` ``(m,)``, in the order of the result.
+
+    ``"LM"`` by decreasing magnitude, ``"LA"`` and ``"both"`` decreasing, ``"SA"`` increasing.
+    ``"both"`` takes one more from the upper end when ``k`` is odd.
+    """
+    if which == "LM":
+        return values.abs().argsort(descending=True, stable=True)[:k]
+    ascending = values.argsort(stable=True)
+    if which == "SA":
+        return ascending[:k]
+    descending = ascending.flip(0)
+    if which == "LA":
+        return descending[:k]
+    k = min(k, values.shape[0])
+    return torch.cat([descending[: k - k // 2], descending[descending.shape[0] - k // 2 :]])
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Where the wanted part of the spectrum ends: beyond ``point``, above (+1) or below (-1) it."""
+
+    point: float
+    side: int
+
+
+def edges(values: Tensor, slack: Tensor, which: str, *, floor: float, norm: float) -> list[Edge]:
+    """Where an eigenvalue would have to lie to belong among the wanted ``values`` ``(k,)``.
+
+    A value that is zero to the operator's precision is no boundary that anything could be compared
+    with. Then the boundary is half of the smallest wanted value that is not zero, or a thousandth
+    of ``norm`` if there is none.
+
+    Args:
+        values: In the order of :func:`order`.
+        slack: Shape ``(k,)``; moves the points outwards, so that ties with the last value are free.
+        floor: Magnitude up to which a value is zero to the operator's precision.
+        norm: Of the operator.
+    """
+
+    def edge(wanted: Tensor, side: int, allowance: Tensor) -> Edge:
+        last, room = float(wanted[-1]), float(allowance[-1])
+        if abs(last) > floor:
+            return Edge(last + side * room, side)
+        beyond = side * wanted[side * wanted > floor]
+        return Edge(side * (float(beyond.min()) / 2 if len(beyond) else 1e-3 * norm), side)
+
+    if which == "LM":
+        above = edge(values.abs(), 1, slack)
+        return [above, Edge(-above.point, -1)]
+    if which == "LA":
+        return [edge(values, 1, slack)]
+    if which == "SA":
+        return [edge(values, -1, slack)]
+    upper = len(values) - len(values) // 2
+    found = [edge(values[:upper], 1, slack[:upper])]
+    if upper < len(values):
+        found.append(edge(values[upper:].flip(0), -1, slack[upper:].flip(0)))
+    return found

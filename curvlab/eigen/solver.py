@@ -1,0 +1,355 @@
+"""The search itself: one product per step, until the wanted pairs and their completeness are shown.
+
+Each step multiplies one frontier row of the :class:`~curvlab.eigen.krylov.Krylov` basis. Searching,
+it is the row that matters most to the wanted pairs that have not converged. Once all have, a random
+row starts the chain that looks for what may be hidden (:mod:`curvlab.eigen.hidden`); if that finds
+something, the search goes on with it. A full basis is compressed to its best Ritz vectors. The
+state is the basis and a few numbers, so that it can be saved between any two steps.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvlab.eigen.hidden import Chain, emerging, known_values
+from curvlab.eigen.krylov import Krylov
+from curvlab.eigen.products import Products
+from curvlab.eigen.result import RelativeTo, tolerances
+from curvlab.eigen.selection import Edge, edges, order
+from curvlab.probe import OperatorError
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for; see :func:`curvlab.eigen.lanczos`."""
+
+    k: int
+    which: str
+    tol: float
+    relative_to: RelativeTo
+    seed: int
+    max_products: int
+    basis: int
+    reserve: int
+    block: int
+    certify: bool
+    doubt: float
+    certify_products: int | None
+    limit: float
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ritz:
+    """Ritz pairs ``(values[i], V mixing[:, i])`` of the wanted kind, best first, and the rest."""
+
+    values: Tensor
+    mixing: Tensor
+    residuals: Tensor
+
+
+class Solver:
+    """A solve in progress."""
+
+    def __init__(self, products: Products, options: Options) -> None:
+        self.products = products
+        self.options = options
+        self.krylov = Krylov(
+            products.n,
+            options.basis + options.reserve,
+            dtype=products.dtype,
+            device=products.device,
+            eps=products.eps,
+        )
+        self.draws = 0
+        self.chain: Chain | None = None
+        self.doubt = 1.0
+        self.converged_at: int | None = None  # products when all wanted pairs had converged
+        self.reason = ""
+        self.finds = 0  # chains that found something
+        self.queued = 0  # given start vectors that are still to be multiplied
+        self.exhausted = False  # every direction of the space has been multiplied
+        self.found = 0  # wanted pairs that have converged, for people who watch
+
+    @property
+    def finished(self) -> bool:
+        return self.reason != ""
+
+    @property
+    def stage(self) -> str:
+        """What the next product is for."""
+        return "searching" if self.chain is None else "looking for hidden copies"
+
+    @property
+    def loss(self) -> float:
+        """How far a residual known from the decomposition can be below the true one."""
+        krylov = self.krylov
+        work_eps = float(torch.finfo(self.products.dtype).eps)
+        rounding = 4.0 * work_eps * krylov.norm * math.sqrt(1.0 + krylov.restarts)
+        return rounding + 2.0 * krylov.noise + krylov.lost
+
+    @property
+    def floor(self) -> float:
+        """What the operator's precision cannot tell from zero."""
+        return 2.0 * self.loss + 16.0 * self.products.eps * self.krylov.norm
+
+    def start(self, vectors: Tensor | None) -> None:
+        """Begin from given rows ``(b, n)``, or from random ones."""
+        if vectors is not None:
+            for vector in vectors:
+                self.queued += self._add(vector.to(self.products.dtype))
+        while self.krylov.frontier < self.options.block and self._add_random():
+            pass
+
+    def step(self) -> None:
+        """One product (or one block of them), and what follows from it."""
+        if self.products.count >= self.options.max_products:
+            self.finish(f"the budget of {self.options.max_products} products is exhausted")
+        elif self.chain is not None:
+            self._certify_step(self.chain)
+        else:
+            self._search_step()
+
+    def finish(self, reason: str) -> None:
+        """End the solve; the pairs are those found so far."""
+        self.krylov.settle()
+        self.reason = reason
+
+    def ritz(self) -> Ritz:
+        """All Ritz pairs, the wanted first in their order, with their residuals."""
+        values, mixing = torch.linalg.eigh(self.krylov.projected())
+        chosen = order(values, self.options.k, self.options.which)
+        rest = torch.ones(len(values), dtype=torch.bool)
+        rest[chosen] = False
+        others = rest.nonzero().flatten()
+        rank = order(values[others], len(others), self.options.which)
+        positions = torch.cat([chosen, others[rank]])
+        values, mixing = values[positions], mixing[:, positions]
+        return Ritz(values, mixing, self.krylov.residuals(mixing))
+
+    def allowed(self, values: Tensor) -> Tensor:
+        """Residual from the decomposition with which a pair counts as found, ``(k,)``.
+
+        Below ``floor`` further products change nothing, so the search does not insist on it.
+        """
+        options = self.options
+        asked = tolerances(values, options.tol, options.relative_to, self.krylov.norm)
+        return torch.maximum(asked - self.loss, torch.full_like(asked, self.floor / 4.0))
+
+    def _search_step(self) -> None:
+        krylov = self.krylov
+        if krylov.frontier == 0 and not self._add_random():
+            self.exhausted = True
+            self._judge()
+            return
+        if krylov.size + self.options.block > self._capacity():
+            self._compress(self._keep())
+        if self.options.block > 1:
+            self._expand_block()
+        else:
+            krylov.promote(self._best_frontier_row())
+            self._expand()
+        if self._due():
+            krylov.settle()
+            self._check_noise()
+            self._judge()
+
+    def _expand(self) -> None:
+        krylov = self.krylov
+        self.products.into(krylov.row(krylov.multiplied), krylov.row(krylov.size))
+        krylov.expand()
+        if self.products.deflation is not None:
+            self.products.project_out_(krylov.row(krylov.size - 1))
+
+    def _expand_block(self) -> None:
+        krylov = self.krylov
+        b = min(self.options.block, krylov.frontier)
+        rows = krylov.rows[krylov.multiplied : krylov.multiplied + b, : krylov.n]
+        results = torch.zeros_like(rows)
+        self.products.into(rows, results)
+        krylov.expand_block(results)
+        if self.products.deflation is not None and krylov.frontier:
+            last = krylov.rows[krylov.size - krylov.frontier : krylov.size, : krylov.n]
+            self.products.project_out_(last)
+
+    def _due(self) -> bool:
+        """Whether this is a step at which the host looks at the coefficients."""
+        m = self.krylov.multiplied
+        stride = max(self.options.stride, m // 64)
+        full = self.krylov.size + self.options.block > self._capacity()
+        out = self.products.count >= self.options.max_products
+        return full or out or m % stride == 0 or m >= self.products.room
+
+    def _judge(self) -> None:
+        """Look at the Ritz pairs; go on, start certifying, or end."""
+        krylov, options = self.krylov, self.options
+        if krylov.multiplied < options.k:
+            if self.exhausted:
+                self.finish("every direction that is left was examined")
+            return
+        ritz = self.ritz()
+        krylov.norm = max(krylov.norm, float(ritz.values.abs().max()))
+        found = ritz.residuals[: options.k] <= self.allowed(ritz.values[: options.k])
+        self.found = int(found.sum())
+        if self.exhausted or krylov.multiplied >= self.products.room:
+            self.doubt = 0.0
+            self.finish("converged: the basis spans the whole space")
+        elif not bool(found.all()):
+            self.converged_at = None
+        elif not options.certify:
+            self.finish("converged; hidden copies were not looked for")
+        else:
+            if self.converged_at is None:
+                self.converged_at = self.products.count
+            if self._emerging(ritz) is None:
+                self._begin_chain(ritz)
+            elif self._out_of_patience():
+                self._give_up()
+
+    def _edges(self, ritz: Ritz) -> list[Edge]:
+        krylov, k = self.krylov, self.options.k
+        values = ritz.values[:k]
+        slack = torch.maximum(
+            tolerances(values, self.options.tol, self.options.relative_to, krylov.norm),
+            (ritz.residuals[:k] + self.loss).clamp_min(self.floor),
+        )
+        return edges(values, slack, self.options.which, floor=self.floor, norm=krylov.norm)
+
+    def _emerging(self, ritz: Ritz) -> Tensor | None:
+        """Columns of unwanted Ritz vectors that may still become wanted, or ``None``."""
+        krylov, k = self.krylov, self.options.k
+        mixing = ritz.mixing[:, k:]
+        if mixing.shape[1] == 0 or krylov.frontier == 0:
+            return None
+        remainder = krylov.coupling[krylov.multiplied : krylov.size, : krylov.multiplied] @ mixing
+        # A chain that found something was left with other copies just emerging from it.
+        share = 0.5 if self.finds == 0 else 0.2
+        found = emerging(ritz.values[k:], remainder, self._edges(ritz), share)
+        return None if found is None else mixing[:, found]
+
+    def _begin_chain(self, ritz: Ritz) -> None:
+        """Set the frontier aside and start a chain from a random row orthogonal to what is left."""
+        krylov, k = self.krylov, self.options.k
+        krylov.set_aside()
+        most = krylov.capacity - self.options.reserve - len(krylov.aside)
+        if krylov.multiplied > most:
+            self._compress(max(k, most))
+            ritz = self.ritz()
+        if self._add_random():
+            ends = self._edges(ritz)
+            allowances = 2.0 * ritz.residuals + self.floor
+            known = known_values(ritz.values, allowances, ends)
+            self.chain = Chain(krylov.multiplied, ends, known)
+        else:
+            self.exhausted = True
+            self.doubt = 0.0
+            self.finish("converged: the basis spans the whole space")
+
+    def _certify_step(self, chain: Chain) -> None:
+        krylov = self.krylov
+        self._expand()
+        going = krylov.settle()
+        self._check_noise()
+        j = krylov.multiplied - 1
+        column = krylov.coupling[:, j]
+        chain.alphas.append(float(column[j]))
+        # A chain that closes shows all that its start vector meets, as far as rounding lets.
+        chain.betas.append(
+            float(column[j + 1]) if going else krylov.breakdown_of(float(column.norm()))
+        )
+        if chain.found(torch.linalg.eigvalsh(krylov.projected())):
+            self.chain = None
+            self.finds += 1
+            self.doubt = 1.0
+            self.converged_at = None
+            krylov.bring_back(chain.first)
+            self._judge()
+            return
+        doubt = self.doubt * chain.doubt(self.products.room)
+        full = krylov.size + len(krylov.aside) + 1 >= krylov.capacity
+        out = full or self._out_of_patience()
+        if doubt > self.options.doubt and going and not out:
+            return
+        self.chain = None
+        krylov.forget(chain.first)
+        if doubt <= self.options.doubt:
+            self.doubt = doubt
+            self.finish("converged")
+        elif out:
+            self._give_up()
+        else:
+            self.doubt = doubt
+            self._begin_chain(self.ritz())
+
+    def _out_of_patience(self) -> bool:
+        """Whether certifying has cost more than it may."""
+        if self.converged_at is None:
+            return False
+        limit = self.options.certify_products
+        if limit is None:
+            limit = max(24, self.converged_at // 2)
+        return self.products.count - self.converged_at >= limit
+
+    def _give_up(self) -> None:
+        more = self.products.count - (self.converged_at or 0)
+        self.finish(
+            f"converged, but {more} more products could not exclude that an eigenvalue or a copy "
+            "was missed"
+        )
+
+    def _capacity(self) -> int:
+        # The search leaves the reserve to the chain, until a chain has found something.
+        return self.options.basis
+
+    def _keep(self) -> int:
+        k, basis = self.options.k, self.options.basis
+        free = basis - self.krylov.frontier - self.options.block
+        return min(max(k + 1, k + (basis - k) // 2), free, self.krylov.multiplied)
+
+    def _compress(self, keep: int) -> None:
+        self.krylov.settle()
+        ritz = self.ritz()
+        self.krylov.compress(ritz.mixing[:, :keep], ritz.values[:keep])
+
+    def _best_frontier_row(self) -> int:
+        """The frontier row that the unconverged wanted pairs point to most."""
+        krylov = self.krylov
+        if self.queued > 0:
+            self.queued -= 1
+            return 0
+        if krylov.frontier == 1:
+            return 0
+        ritz = self.ritz()
+        k = min(self.options.k, krylov.multiplied)
+        late = ritz.residuals[:k] > self.allowed(ritz.values[:k])
+        emerging = None if bool(late.any()) else self._emerging(ritz)
+        columns = ritz.mixing[:, :k][:, late] if emerging is None else emerging
+        remainder = krylov.coupling[krylov.multiplied : krylov.size, : krylov.multiplied]
+        return int((remainder @ columns).square().sum(1).argmax())
+
+    def _check_noise(self) -> None:
+        krylov = self.krylov
+        if krylov.noise > self.options.limit * krylov.norm:
+            raise OperatorError(
+                f"products made during the solve disagree by {krylov.noise / krylov.norm:.1e} of "
+                f"the operator's norm (limit {self.options.limit:.1e}): it is not symmetric, or it "
+                "changes between products (parameters updated, dropout, a reshuffling loader)"
+            )
+
+    def _add(self, vector: Tensor) -> bool:
+        vector = vector.to(self.products.device, copy=True)
+        self.products.project_out_(vector)
+        self.products.project_out_(vector)
+        return self.krylov.add(vector)
+
+    def _add_random(self) -> bool:
+        """A random frontier row, orthogonal to all others; False if the space is exhausted."""
+        if self.krylov.size >= self.products.room:
+            return False
+        generator = torch.Generator().manual_seed((self.options.seed + 1) * 1_000_003 + self.draws)
+        self.draws += 1
+        return self._add(
+            torch.randn(self.products.n, generator=generator, dtype=self.products.dtype)
+        )
