@@ -80,8 +80,8 @@ class Expansion:
         paper's (t-1)/t E(t-1).
 
         Args:
-            forgetting: Measured E_o(t) in loss, ``(T, T)``. The published errors suggest the measured
-                E(t-1) and not the predicted one; averaging :meth:`second_order` gives the latter.
+            forgetting: Measured E_o(t) in loss, ``(T, T)``. The published errors suggest that E(t-1)
+                was measured, not predicted; averaging :meth:`second_order` gives the latter.
             norm: ``"t"`` or ``"t-1"``, as for the measured E(t) it is compared with.
 
         Returns:
@@ -99,8 +99,8 @@ class Expansion:
         divisor = number if norm == "t" else (number - 1).clamp(min=1)
         sums = average_forgetting(forgetting.cpu(), "t") * number
         predicted = torch.zeros(tasks, dtype=torch.float64)
+        forms = self.curvatures.sum(0)  # over o; entries with s <= o or t <= o are zero
         for t in range(1, tasks):
-            forms = self.curvatures.sum(0)  # over o; entries with s <= o or t <= o are zero
             gained = 0.5 * forms[t, t] + forms[:t, t].sum()
             predicted[t] = (sums[t - 1] + gained) / divisor[t]
         return predicted
