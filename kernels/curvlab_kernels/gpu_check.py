@@ -173,14 +173,14 @@ def far_addresses(device: torch.device) -> str:
     return ""
 
 
-def moving_tensors(device: torch.device, steps: int = 20) -> str:
+def moving_tensors(device: torch.device, n: int = 10_007, steps: int = 20) -> str:
     """A list of fresh tensors in every step is projected like the flat vector."""
     from curvlab_kernels import _triton
 
-    rows, _, vector = _problem(10_007, 9, torch.float32, device)
+    rows, _, vector = _problem(n, 3, torch.float32, device)
     for step in range(steps):
         flat = vector * (step + 1)
-        sizes = [1 + step, 3000, 0, 10_007 - 3001 - step]
+        sizes = [1 + step, n // 3, 0, n - n // 3 - 1 - step]
         tensors = [piece.clone() for piece in torch.split(flat, sizes)]
         _triton.project_list_(rows, tensors)
         _triton.project_(rows, flat)

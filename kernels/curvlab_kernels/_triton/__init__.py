@@ -1,8 +1,8 @@
 """The kernels for NVIDIA GPUs, in Triton; the same names and signatures as the reference.
 
-Importing this imports triton; nothing else in the package does. One file per kernel, and four for
-what they share: ``tiles`` (loads and shapes), ``segments`` (lists of tensors), ``sums`` (stage two
-of every reduction) and ``launch``.
+Importing this imports triton; nothing else in the package does. One file per kernel, and five for
+what they share: ``tiles`` (loads and shapes), ``combination`` (a tile of ``M' c``), ``segments``
+(lists of tensors), ``sums`` (stage two of every reduction) and ``launch``.
 
 Arguments are trusted: ``ops`` checks them.
 """

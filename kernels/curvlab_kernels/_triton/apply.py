@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from curvlab_kernels._triton.coefficients import FEW
+from curvlab_kernels._triton.combination import combination
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels._triton.tiles import (
     VECTORS,
     combination_shape,
     load_piece,
-    load_rows,
     work_dtype,
 )
 
@@ -121,90 +121,6 @@ def _launch(
         MIX=mix,
         WORK=work,
     )
-
-
-@triton.jit
-def load_weights(
-    coefficients,
-    sums,
-    row,
-    vector,
-    m,
-    count,
-    start,
-    chunks,
-    CHUNKS: tl.constexpr,
-    WORK: tl.constexpr,
-):
-    """Coefficients ``(ROWS,)`` of the vector number ``vector`` (int64); zero beyond ``m``.
-
-    With CHUNKS they are added up from partial sums, and the program of the first columns keeps
-    them in ``sums``.
-    """
-    at = vector * m + row
-    if CHUNKS:
-        chunk = tl.arange(0, CHUNKS)
-        # fmt: off
-        partial = tl.load(coefficients + chunk.to(tl.int64)[:, None] * (count * m) + at[None, :],
-                          mask=(chunk < chunks)[:, None] & (row < m)[None, :], other=0.0)
-        # fmt: on
-        total = tl.sum(partial, axis=0)
-        if start == 0:
-            tl.store(sums + at, total, mask=row < m)
-        return total.to(WORK)
-    return tl.load(coefficients + at, mask=row < m, other=0.0).to(WORK)
-
-
-@triton.jit
-def combination(
-    rows,
-    scales,
-    coefficients,
-    sums,
-    v0,
-    m,
-    count,
-    n,
-    ld,
-    scale_ld,
-    start,
-    chunks,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VECTORS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    MASKED: tl.constexpr,
-    WORK: tl.constexpr,
-):
-    """``M' c`` ``(BLOCK,)`` on the columns from ``start``, for the vectors from ``v0`` on."""
-    t0 = tl.zeros([BLOCK], WORK)
-    t1 = tl.zeros([BLOCK], WORK)
-    t2 = tl.zeros([BLOCK], WORK)
-    t3 = tl.zeros([BLOCK], WORK)
-    # Beyond the last vector the last one is taken again, and its result not stored.
-    v1 = tl.minimum(v0 + 1, count - 1)
-    v2 = tl.minimum(v0 + 2, count - 1)
-    v3 = tl.minimum(v0 + 3, count - 1)
-    # fmt: off
-    for first in range(0, m, ROWS):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        tile = load_rows(rows, scales, row, row < m, ld, scale_ld, start, n,
-                         BLOCK, SCALED, MASKED, WORK)
-        weight = load_weights(coefficients, sums, row, v0, m, count, start, chunks, CHUNKS, WORK)
-        t0 += tl.sum(weight[:, None] * tile, axis=0)
-        if VECTORS > 1:
-            weight = load_weights(coefficients, sums, row, v1, m, count, start, chunks, CHUNKS,
-                                  WORK)
-            t1 += tl.sum(weight[:, None] * tile, axis=0)
-            weight = load_weights(coefficients, sums, row, v2, m, count, start, chunks, CHUNKS,
-                                  WORK)
-            t2 += tl.sum(weight[:, None] * tile, axis=0)
-            weight = load_weights(coefficients, sums, row, v3, m, count, start, chunks, CHUNKS,
-                                  WORK)
-            t3 += tl.sum(weight[:, None] * tile, axis=0)
-    # fmt: on
-    return t0, t1, t2, t3
 
 
 @triton.jit
