@@ -80,8 +80,8 @@ class Expansion:
         paper's (t-1)/t E(t-1).
 
         Args:
-            forgetting: Measured E_o(t) in loss, ``(T, T)``. The published errors suggest that E(t-1)
-                was measured, not predicted; averaging :meth:`second_order` gives the latter.
+            forgetting: Measured E_o(t) in loss, ``(T, T)``. The published errors suggest that their
+                E(t-1) was measured, not predicted; averaging :meth:`second_order` gives the latter.
             norm: ``"t"`` or ``"t-1"``, as for the measured E(t) it is compared with.
 
         Returns:
