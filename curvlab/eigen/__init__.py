@@ -1,5 +1,6 @@
 """Eigensolvers that certify what they return, and estimates with error bars."""
 
+from curvlab.eigen.block import block_lanczos
 from curvlab.eigen.density import Density, Estimate, diagonal, spectral_density, trace
 from curvlab.eigen.energy import SpectralEnergy, spectral_energy
 from curvlab.eigen.lanczos import lanczos
@@ -14,6 +15,7 @@ __all__ = [
     "NotConvergedError",
     "SpectralEnergy",
     "SpectrumTracker",
+    "block_lanczos",
     "diagonal",
     "lanczos",
     "power_iteration",
