@@ -204,6 +204,26 @@ def test_sgd_dagger_keeps_the_largest_eigenvalues_of_either_sign():
     assert min(first) < 0.0 < max(first)  # the case that ordering by sign would get wrong
 
 
+def test_sgd_dagger_keeps_as_many_as_hold_the_energy():
+    population, task = trained()
+    kept = []
+    for epsilon in (0.5, 0.1, 0.01):
+        learner = SGDDagger(epsilon=epsilon, samples=25, tol=1e-6)
+        learner.before_task(population, 0, task.train)
+        learner.after_task(population, 0, task.train)
+        for s in range(2):
+            values = torch.linalg.eigvalsh(task_hessian(population, s, 0, task.train, 25).dense())
+            squares = values.square().sort(descending=True).values
+            shares = squares.cumsum(0) / squares.sum()
+            exact = int((shares < 1.0 - epsilon).sum()) + 1
+            least, most = learner.notes[0]["least"][s], learner.notes[0]["most"][s]
+            assert least <= exact <= max(most, learner.notes[0]["k"][s])
+            assert abs(learner.notes[0]["k"][s] - exact) <= 1 + most - least
+        kept.append(learner.notes[0]["k"][0])
+    assert kept == sorted(kept)
+    assert kept[0] < kept[-1]
+
+
 def test_sgd_dagger_draws_its_subset_from_the_seed():
     population, task = trained()
     before = [task_hessian(population, s, 0, task.train, 25).dense() for s in (0, 1)]

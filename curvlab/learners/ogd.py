@@ -22,7 +22,7 @@ from curvlab.learners.population import Population
 from curvlab.learners.sample_gradients import mlp_factors, sample_gradients
 from curvlab.learners.seeds import derived_generator
 from curvlab.learners.stacked import StackedMLP
-from curvlab.learners.structured import StructuredMemory, kept_by_energy
+from curvlab.learners.structured import StructuredMemory, Workspace, kept_by_energy
 from curvlab.tasks.samples import Samples, subset
 
 Logits = Literal["true", "all"]
@@ -84,12 +84,14 @@ class OGD(Learner):
                 "it out for other networks"
             )
         if isinstance(population, StackedMLP) and self.structured is not False:
+            workspace = Workspace()
             self._factors = [
                 StructuredMemory(
                     population.form,
                     population.n,
                     dtype=population.dtype,
                     device=population.device,
+                    workspace=workspace,
                 )
                 for _ in population.seeds
             ]
@@ -99,8 +101,13 @@ class OGD(Learner):
     def transform_(self, population: Population) -> None:
         if self._dense is not None:
             self._dense.project_out_(population.gradients)
-        for memory, gradient in zip(self._factors, population.gradients, strict=False):
-            memory.project_out_(gradient)
+        if isinstance(population, StackedMLP) and self._factors:
+            made_of = population.gradient_factors()
+            for s, memory in enumerate(self._factors):
+                factors = None
+                if made_of is not None:
+                    factors = [x[s] for x in made_of[0]], [x[s] for x in made_of[1]]
+                memory.project_out_(population.gradients[s], factors)
 
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         new = []

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from curvlab.eigen import lanczos
+from curvlab.eigen.energy import spectral_energy
+from curvlab.eigen.lanczos import lanczos
+from curvlab.eigen.result import Eigenpairs
 from curvlab.learners.base import Learner
 from curvlab.learners.memory import DenseMemory
 from curvlab.learners.population import Population
@@ -90,11 +92,25 @@ class SGDDagger(Learner):
             memory.fill(s)
             return {"k": population.n, "new": population.n, "products": 0}
         hessian = task_hessian(population, s, task, samples, self.samples)
-        seed = derived_seed(population.seeds[s], "lanczos", task)
-        pairs = lanczos(hessian, self.k, tol=self.tol, seed=seed, progress=False)
-        pairs.require_converged()
+        pairs, evidence = self._leading(hessian, derived_seed(population.seeds[s], "lanczos", task))
         new = memory.extend(s, pairs.vectors, task=task, values=pairs.values)
-        return {"k": len(pairs), "new": new, "products": pairs.matvecs}
+        return {"k": len(pairs), "new": new, **evidence}
+
+    def _leading(self, hessian: Hessian, seed: int) -> tuple[Eigenpairs, dict[str, Any]]:
+        if self.epsilon is None:
+            wanted = 0 if self.k is None else self.k
+            pairs = lanczos(hessian, wanted, tol=self.tol, seed=seed, progress=False)
+            return pairs.require_converged(), {"products": pairs.matvecs}
+        energy = spectral_energy(
+            hessian,
+            self.epsilon,
+            tol=self.tol,
+            largest=min(self.largest, hessian.n),
+            seed=seed,
+            progress=False,
+        )
+        names = ("products", "share", "least", "most")
+        return energy.pairs, {name: getattr(energy, name) for name in names}
 
     def config(self) -> dict[str, Any]:
         return {

@@ -143,7 +143,8 @@ class StackedMLP(Population):
             )
         self.form = form
         super().__init__(models, seeds)
-        self._programs: dict[int, Callable[[Tensor, Tensor], None]] = {}
+        self._programs: dict[int, Program] = {}
+        self._last: tuple[int, BatchFactors] | None = None
 
     # a plain MLP has neither modes nor randomness nor anything that depends on the task
     def gradient_(self, inputs: Tensor, targets: Tensor, task: int, step: int = 0) -> None:  # noqa: ARG002
@@ -151,7 +152,18 @@ class StackedMLP(Population):
         if batch not in self._programs:
             self._programs[batch] = _program(self, batch)
         with torch.inference_mode():  # cheaper per operation than no_grad; makes no new tensors
-            self._programs[batch](inputs.flatten(2), targets)
+            factors = self._programs[batch](inputs.flatten(2), targets)
+        self._last = self.gradients._version, factors
+
+    def gradient_factors(self) -> "BatchFactors | None":
+        """What the gradients are made of, if they are still as :meth:`gradient_` left them.
+
+        Each layer's weight gradient is a sum over the batch of outer products of a signal and an
+        input. ``None`` once anything has been added to the gradients or projected off them.
+        """
+        if self._last is None or self._last[0] != self.gradients._version:
+            return None
+        return self._last[1]
 
     def logits(
         self,
@@ -164,7 +176,12 @@ class StackedMLP(Population):
             return self.form.forward(values, inputs)[-1]
 
 
-def _program(population: StackedMLP, batch: int) -> Callable[[Tensor, Tensor], None]:
+# per layer, the inputs (S, B, in) and signals (S, B, out) of a batch
+BatchFactors = tuple[list[Tensor], list[Tensor]]
+Program = Callable[[Tensor, Tensor], BatchFactors]
+
+
+def _program(population: StackedMLP, batch: int) -> Program:
     """The gradient for batches of one size: all views and buffers made beforehand."""
     form, parameters, gradients = population.form, population.parameters, population.gradients
     layers, runs = form.layers, population.size
@@ -188,7 +205,7 @@ def _program(population: StackedMLP, batch: int) -> Callable[[Tensor, Tensor], N
     last = len(layers) - 1
     softmax = torch.ops.aten._softmax.out
 
-    def run(inputs: Tensor, targets: Tensor) -> None:
+    def run(inputs: Tensor, targets: Tensor) -> BatchFactors:
         hidden = [inputs, *outputs]
         for i, product in enumerate(products):
             product(hidden[i])
@@ -208,6 +225,7 @@ def _program(population: StackedMLP, batch: int) -> Callable[[Tensor, Tensor], N
                 deactivate(signals[i - 1], hidden[i])
         # batched products want a contiguous result, so the flat rows are filled in one copy
         torch.cat(pieces, 1, out=gradients)
+        return hidden[:-1], signals
 
     return run
 

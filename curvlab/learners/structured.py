@@ -12,6 +12,7 @@ to about eps times the condition number of the kept part of J (largest over smal
 kept): 1e-5 where dense orthonormal rows give 1e-7. ``leak`` measures it.
 """
 
+import math
 from itertools import pairwise
 
 import torch
@@ -28,6 +29,23 @@ FLOOR = {torch.float32: 1e-4, torch.float64: 1e-7}
 DEPENDENT = 1e-4
 
 
+class Workspace:
+    """Room for intermediate results, shared by the memories of several runs.
+
+    Fresh memory of this size costs more than its use, and one room for all stays in the cache.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def room(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A contiguous tensor of ``shape`` with anything in it; the next call takes it away."""
+        found, count = self._tensors.get(name), math.prod(shape)
+        if found is None or found.numel() < count or found.dtype != like.dtype:
+            found = self._tensors[name] = like.new_zeros(count)
+        return found[:count].view(shape)
+
+
 class StructuredMemory:
     """Orthonormal combinations of Jacobian rows of one run.
 
@@ -36,27 +54,30 @@ class StructuredMemory:
         n: P, its number of parameters.
         dtype: Of the stored factors and of the projected gradients.
         device: Of both.
+        workspace: Shared with the memories of other runs, if given.
     """
 
-    def __init__(self, form: PlainMLP, n: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        form: PlainMLP,
+        n: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        workspace: Workspace | None = None,
+    ) -> None:
         self.form, self.n = form, n
         bounds = [0]
         for layer in form.layers:
             bounds.append(bounds[-1] + layer.outputs)
         self._rows = [slice(a, b) for a, b in pairwise(bounds)]
-        biased = [
-            (rows, layer.bias)
-            for rows, layer in zip(self._rows, form.layers, strict=True)
-            if layer.bias is not None
-        ]
-        self._bias_rows = _positions([rows for rows, _ in biased], device)
-        self._bias_places = _positions([places for _, places in biased], device)
         self._inputs = [
             torch.zeros(0, layer.inputs, dtype=dtype, device=device) for layer in form.layers
         ]
         # (sum of outputs, samples, K)
         self._signals = torch.zeros(bounds[-1], 0, 1, dtype=dtype, device=device)
         self._coefficients = torch.zeros(0, 0, dtype=dtype, device=device)  # B
+        self._workspace = Workspace() if workspace is None else workspace
 
     @property
     def size(self) -> int:
@@ -70,11 +91,23 @@ class StructuredMemory:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.no_grad()
-    def project_out_(self, gradient: Tensor) -> None:
-        """Remove the memory's span from ``gradient`` ``(P,)``, in place."""
+    def project_out_(
+        self, gradient: Tensor, factors: tuple[list[Tensor], list[Tensor]] | None = None
+    ) -> None:
+        """Remove the memory's span from ``gradient`` ``(P,)``, in place.
+
+        Args:
+            gradient: Of the memory's dtype.
+            factors: What it is made of, if known: per layer inputs ``(B, in)`` and signals
+                ``(B, out)`` of a batch, of which it is the sum. ``J g`` is then a sum of products
+                of inner products, which costs less as long as B is small.
+        """
         if self.size:
-            held = self._coefficients @ self._times(gradient)
-            self._subtract_(gradient, self._coefficients.T @ held)
+            if factors is not None and self._cheap(len(factors[0][0])):
+                products = self._times_batch(*factors)
+            else:
+                products = self._times(gradient)
+            self._subtract_(gradient, self._coefficients.T @ (self._coefficients @ products))
 
     def leak(self, gradient: Tensor) -> float:
         """The share of ``gradient`` ``(P,)`` that lies in the memory's span."""
@@ -126,7 +159,7 @@ class StructuredMemory:
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         like = self._signals
         self._inputs = [tensors[f"inputs/{i}"].to(like) for i in range(len(self._inputs))]
-        self._signals = tensors["signals"].to(like)
+        self._signals = tensors["signals"].to(like).contiguous()
         self._coefficients = tensors["coefficients"].to(like)
 
     def _append(self, factors: Factors) -> None:
@@ -137,7 +170,7 @@ class StructuredMemory:
             )
         if not self._signals.shape[1]:
             self._signals = self._signals.new_zeros(len(signals), 0, signals.shape[2])
-        self._signals = torch.cat([self._signals, signals.to(self._signals)], 1)
+        self._signals = torch.cat([self._signals, signals.to(self._signals)], 1).contiguous()
         self._inputs = [
             torch.cat([stored, new.to(stored)])
             for stored, new in zip(self._inputs, factors.inputs, strict=True)
@@ -146,29 +179,56 @@ class StructuredMemory:
     def _times(self, vector: Tensor) -> Tensor:
         """``J v`` ``(N K,)``."""
         signals = self._signals.to(vector.dtype)
-        # samples along the columns: products with few rows and many columns are the faster ones
-        sums = torch.zeros(signals.shape[:2], dtype=vector.dtype, device=vector.device)
+        found = signals.new_zeros(signals.shape[1:])
         for layer, came_in, rows in zip(self.form.layers, self._inputs, self._rows, strict=True):
-            torch.mm(layer.weight_of(vector), came_in.to(vector.dtype).T, out=sums[rows])
-        products = sums.unsqueeze_(2).mul(signals).sum(0).view(-1)
-        if len(self._bias_places):
-            products += vector[self._bias_places] @ self._bias_signals(signals)
-        return products
+            # samples along the columns: products with few rows and many columns are the faster
+            # ones; layer by layer: its part stays in the cache until it is summed
+            sums, products = self._rooms(signals[rows])
+            torch.mm(layer.weight_of(vector), came_in.to(vector.dtype).T, out=sums)
+            bias = layer.bias_of(vector)
+            if bias is not None:
+                sums.add_(bias.unsqueeze(1))
+            found += torch.mul(signals[rows], sums.unsqueeze(2), out=products).sum(0)
+        return found.view(-1)
+
+    def _cheap(self, batch: int) -> bool:
+        factored = sum(batch * (layer.inputs + layer.outputs) for layer in self.form.layers)
+        return factored < sum(layer.inputs * layer.outputs for layer in self.form.layers)
+
+    def _times_batch(self, inputs: list[Tensor], signals: list[Tensor]) -> Tensor:
+        """``J g`` for ``g`` the sum over a batch of outer products; ``(N K,)``."""
+        _, samples, per_sample = self._signals.shape
+        batch = len(inputs[0])
+        shape = (len(self.form.layers), batch, samples)
+        between = self._workspace.room("between", shape, self._signals)
+        products = self._workspace.room("batch", (*shape, per_sample), self._signals)
+        stored = self._signals.flatten(1)
+        for i, (layer, rows) in enumerate(zip(self.form.layers, self._rows, strict=True)):
+            torch.mm(inputs[i], self._inputs[i].T, out=between[i])
+            if layer.bias is not None:
+                between[i].add_(1.0)
+            torch.mm(signals[i], stored[rows], out=products[i].view(batch, -1))
+        return products.mul_(between.unsqueeze(3)).view(-1, samples * per_sample).sum(0)
 
     def _subtract_(self, vector: Tensor, combination: Tensor) -> None:
         """``v -= J' c`` in place."""
         signals = self._signals.to(vector.dtype)
-        mixed = signals * combination.view(signals.shape[1:])
-        mixed = mixed.squeeze_(2) if mixed.shape[2] == 1 else mixed.sum(2)
+        weights = combination.view(signals.shape[1:])
         for layer, came_in, rows in zip(self.form.layers, self._inputs, self._rows, strict=True):
-            layer.weight_of(vector).addmm_(mixed[rows], came_in.to(vector.dtype), alpha=-1.0)
-        if len(self._bias_places):
-            shift = self._bias_signals(signals) @ combination
-            vector.index_add_(0, self._bias_places, shift, alpha=-1.0)
+            sums, products = self._rooms(signals[rows])
+            torch.mul(signals[rows], weights, out=products)
+            mixed = products.squeeze(2)
+            if mixed.dim() == 3:
+                mixed = torch.sum(products, 2, out=sums)
+            layer.weight_of(vector).addmm_(mixed, came_in.to(vector.dtype), alpha=-1.0)
+            bias = layer.bias_of(vector)
+            if bias is not None:
+                bias.sub_(mixed.sum(1))
 
-    def _bias_signals(self, signals: Tensor) -> Tensor:
-        flat = signals.flatten(1)
-        return flat if len(self._bias_rows) == len(flat) else flat[self._bias_rows]
+    def _rooms(self, signals: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for one layer, ``(out, N)`` and ``(out, N, K)``."""
+        sums = self._workspace.room("sums", signals.shape[:2], signals)
+        return sums, self._workspace.room("products", signals.shape, signals)
 
     def _gram(self) -> Tensor:
         """``J J'`` ``(N K, N K)``, float64: per layer a product of two small Gram matrices."""
@@ -206,8 +266,3 @@ def kept_by_energy(squares: Tensor, epsilon: float, floor: float | None = None) 
         return 0
     short = positive.cumsum(0) < (1.0 - epsilon) * positive.sum()
     return min(int(short.sum()) + 1, real)
-
-
-def _positions(slices: list[slice], device: torch.device) -> Tensor:
-    places = [torch.arange(where.start, where.stop) for where in slices]
-    return torch.cat(places).to(device) if places else torch.zeros(0, dtype=torch.int64)
