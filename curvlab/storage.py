@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 FORMAT = 1
-PIECE_BYTES = 1 << 26  # read at a time from a file that may be larger than the memory
+HEADER_BYTES = 100_000_000  # the format's own limit
+PIECE_BYTES = 1 << 24  # read at a time from a file that may be larger than the memory
 
 # torch's dtypes by the names that safetensors files use.
 DTYPES = {
@@ -145,36 +146,60 @@ def save_pieces(
 @contextmanager
 def open_pieces(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Pieces], dict[str, Any]]]:
     """:func:`load_tensors` for tensors larger than the memory: verified, then read in pieces."""
-    from safetensors import SafetensorError, safe_open
-
     path = Path(path)
     if not path.is_file():
         raise StorageError(f"{path} does not exist")
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: _stored_pieces(file, name) for name in file.keys()}  # noqa: SIM118
-            text = header.get("curvlab")
-            if text is None:
-                raise StorageError(f"{path} is a safetensors file, but curvlab did not write it")
-            if header.get("sha256") != _digest_pieces(text, tensors):
-                raise StorageError(f"{path} is damaged: its checksum does not match its content")
-            yield tensors, _checked_manifest(path, text, kind)
-    except (SafetensorError, OSError, KeyError) as error:
-        raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
+    with path.open("rb") as file:
+        try:
+            header, tensors = _stored_pieces(file, path.stat().st_size)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
+        text = header.get("curvlab")
+        if text is None:
+            raise StorageError(f"{path} is a safetensors file, but curvlab did not write it")
+        if header.get("sha256") != _digest_pieces(text, tensors):
+            raise StorageError(f"{path} is damaged: its checksum does not match its content")
+        yield tensors, _checked_manifest(path, text, kind)
 
 
-def _stored_pieces(file: Any, name: str) -> Pieces:
-    part = file.get_slice(name)
-    shape, dtype = tuple(part.get_shape()), DTYPES[part.get_dtype()]
+def _stored_pieces(file: BinaryIO, size: int) -> tuple[dict[str, str], dict[str, Pieces]]:
+    """What a safetensors header describes; raises unless it describes the file exactly."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(size - 8, HEADER_BYTES):
+        raise ValueError("its header does not fit into it")
+    entries: dict[str, Any] = json.loads(file.read(length))
+    metadata: dict[str, str] = entries.pop("__metadata__", {})
+    found, expected = dict[str, Pieces](), 0
+    for name, entry in sorted(entries.items(), key=lambda item: int(item[1]["data_offsets"][0])):
+        dtype, shape = DTYPES[entry["dtype"]], tuple(int(extent) for extent in entry["shape"])
+        start, stop = entry["data_offsets"]
+        count = dtype.itemsize * torch.Size(shape).numel()
+        if min(shape, default=0) < 0 or start != expected or stop != start + count:
+            raise ValueError(f"tensor {name!r} is not where its header says")
+        found[name] = Pieces(dtype, shape, _reader(file, 8 + length + start, dtype, shape))
+        expected = stop
+    if 8 + length + expected != size:
+        raise ValueError("its length is not that of its tensors")
+    return metadata, found
+
+
+def _reader(
+    file: BinaryIO, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Callable[[], Iterator[Tensor]]:
+    row = dtype.itemsize * torch.Size(shape[1:]).numel()
+    at_once = max(1, PIECE_BYTES // max(row, 1))
+    rows = shape[0] if shape else 1
 
     def read() -> Iterator[Tensor]:
-        row = dtype.itemsize * torch.Size(shape[1:]).numel()
-        at_once = max(1, PIECE_BYTES // max(row, 1))
-        for start in range(0, shape[0], at_once):
-            yield part[start : min(start + at_once, shape[0])]
+        for start in range(0, rows, at_once):
+            count = min(at_once, rows - start)
+            file.seek(offset + start * row)
+            data = torch.zeros(count * row, dtype=torch.uint8)
+            if file.readinto(data.numpy().data) != count * row:  # type: ignore[attr-defined]
+                raise StorageError("the file ended while it was read")
+            yield data.view(dtype).view(count, *shape[1:]) if shape else data.view(dtype).view(())
 
-    return Pieces(dtype, shape, read)
+    return read
 
 
 def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:

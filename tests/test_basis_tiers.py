@@ -1,0 +1,157 @@
+"""Where rows live changes nothing about them; a basis may be larger than the memory."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from curvlab.basis import Basis, DeviceMemory, MappedFile, PinnedHost, tiers
+from curvlab.storage import StorageError
+
+
+@pytest.fixture(params=["device", "host", "file"])
+def tier(request, tmp_path):
+    return {"device": DeviceMemory(), "host": PinnedHost(), "file": MappedFile(tmp_path / "m")}[
+        request.param
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("slab", [None, 3])
+def test_every_tier_gives_the_same_numbers(tier, dtype, slab, generator, monkeypatch):
+    n = 1500
+    vectors = torch.randn(10, n, generator=generator)
+    gradient = torch.randn(n, generator=generator) + vectors.sum(0)
+    plain = Basis(n, 12, dtype=dtype)
+    for start in range(0, 10, 5):
+        plain.extend(vectors[start : start + 5])
+    expected = gradient.clone()
+    plain.project_out_(expected)
+    # Two rows at a time where rows are not resident: pieces really occur.
+    monkeypatch.setattr(tiers, "PIECE_BYTES", 2 * n * dtype.itemsize + 100)
+    basis = Basis(n, 12, dtype=dtype, tier=tier, slab=slab)
+    for start in range(0, 10, 5):
+        basis.extend(vectors[start : start + 5])
+    pieces = list(basis.store.pieces())
+    assert sum(rows.shape[0] for _, rows, _ in pieces) == 10
+    if not tier.resident:
+        assert max(rows.shape[0] for _, rows, _ in pieces) == 2
+    changed = gradient.clone()
+    basis.project_out_(changed)
+    size = float(expected.norm())
+    assert float((changed - expected).norm()) <= 1e-5 * size
+    assert float(basis.leak(changed)) <= 1e-5
+    parts = [gradient[:700].clone(), gradient[700:].clone()]
+    basis.project_out_(parts)
+    assert float((torch.cat(parts) - changed).norm()) <= 1e-5 * size
+    assert basis.orthogonality(recompute=True).passed
+    if dtype == torch.float32:
+        exact = basis.rows().double()
+        assert float((exact @ exact.T - torch.eye(10)).abs().max()) <= 5e-7
+
+
+def test_orthonormal_pieces_are_fetched_once_per_projection(tmp_path, generator, monkeypatch):
+    fetched = []
+    original = tiers.pieces
+
+    def counting(*arguments):
+        for piece in original(*arguments):
+            fetched.append(piece[0])
+            yield piece
+
+    monkeypatch.setattr("curvlab.basis.store.pieces", counting)
+    monkeypatch.setattr(tiers, "PIECE_BYTES", 1000 * 4)
+    basis = Basis(1000, 4, tier=MappedFile(tmp_path))
+    basis.extend(torch.randn(4, 1000, generator=generator))
+    fetched.clear()
+    basis.project_out_(torch.randn(1000, generator=generator))
+    assert fetched == [0, 1, 2, 3]
+
+
+def test_slabs_are_allocated_when_they_are_needed(generator):
+    allocated = []
+
+    class Counting(DeviceMemory):
+        def allocate(self, count, *rest):
+            allocated.append(count)
+            return super().allocate(count, *rest)
+
+    basis = Basis(50, 8, tier=Counting(), slab=3)
+    assert allocated == []
+    basis.extend(torch.randn(2, 50, generator=generator))
+    assert allocated == [3]
+    basis.extend(torch.randn(5, 50, generator=generator))
+    assert allocated == [3, 3, 2]
+    Basis(50, 8, tier=Counting())
+    assert allocated == [3, 3, 2, 8]
+
+
+def test_scratch_files_are_gone_with_the_basis(tmp_path, generator):
+    basis = Basis(1000, 4, tier=MappedFile(tmp_path))
+    basis.extend(torch.randn(4, 1000, generator=generator))
+    assert list(tmp_path.iterdir()) == []  # mapped, but without a name
+    assert basis.orthogonality(recompute=True).passed
+
+
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageError, match="no room for"):
+        Basis(1000, 4, tier=MappedFile(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+LARGER_THAN_MEMORY = """
+import resource, sys
+import torch
+from curvlab.basis import Basis, MappedFile
+
+torch.set_num_threads(1)
+folder, n, rows = sys.argv[1], 500_000, 120  # 240 MB in float32
+generator = torch.Generator().manual_seed(0)
+warm = Basis(1000, 4)
+warm.extend(torch.randn(4, 1000, generator=generator))
+warm.project_out_(torch.randn(1000, generator=generator))
+
+
+def data_bytes():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmData"):
+            return int(line.split()[1]) * 1024
+
+
+# Anonymous memory only: a mapped file does not count, and neither would its pages be kept.
+limit = data_bytes() + 150_000_000
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+try:
+    Basis(n, rows)
+except RuntimeError:
+    print("too large for the memory")
+basis = Basis(n, rows, tier=MappedFile(folder))
+for _ in range(rows // 8):
+    assert basis.extend(torch.randn(8, n, generator=generator)).all()
+gradient = torch.randn(n, generator=generator)
+basis.project_out_(gradient)
+assert float(basis.leak(gradient)) <= 1e-6, float(basis.leak(gradient))
+basis.save(folder + "/saved")
+again = Basis.load(folder + "/saved", tier=MappedFile(folder))
+assert again.size == rows and float(again.leak(gradient)) <= 1e-6
+print("worked through the file")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_basis_larger_than_the_memory_works_through_a_file(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LARGER_THAN_MEMORY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["too large for the memory", "worked through the file"]
