@@ -209,6 +209,7 @@ def test_a_leading_flatten_nested_sequentials_and_strided_blocks_are_handled():
     ours = product(model, functional.cross_entropy, parameters, x, y)
     n = layout_of(parameters).n
     wide = torch.randn(n, 4, dtype=torch.float64)
+    assert ours.hessian(wide.T).is_contiguous()
     assert torch.equal(ours.hessian(wide.T), ours.hessian(wide.T.contiguous()))
 
 
@@ -276,6 +277,24 @@ def unusual_models():
         def forward(self, x):
             return x + super().forward(x)
 
+    class Called(nn.Sequential):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    class Owner(nn.Sequential):
+        def __init__(self, *modules):
+            super().__init__(*modules)
+            self.scale = nn.Parameter(torch.ones(4))
+
+    class OddParameter(nn.Parameter):
+        pass
+
+    def odd_parameters():
+        model = mlp((4, 4, 4))
+        for layer in (model[0], model[2]):
+            layer.weight, layer.bias = OddParameter(layer.weight), OddParameter(layer.bias)
+        return model
+
     class Scaled(nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)
@@ -289,6 +308,9 @@ def unusual_models():
         "mixed dtypes": mixed(),
         "weight norm": parametrised(),
         "another forward": Residual(nn.Linear(4, 4)),
+        "another call": Called(nn.Linear(4, 4)),
+        "a parameter beside the layers": Owner(nn.Linear(4, 4)),
+        "a parameter subclass": odd_parameters(),
         "a Linear subclass": nn.Sequential(Scaled(4, 4)),
         "dropout": nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
         "a learned activation": nn.Sequential(nn.Linear(4, 4), nn.PReLU()),

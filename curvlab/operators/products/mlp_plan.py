@@ -209,8 +209,6 @@ def _plain_modules(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
         elif (
             type(module).forward is not nn.Sequential.forward
             or type(module).__call__ is not nn.Module.__call__
-            or module._parameters
-            or module._buffers
         ):
             return None
     return found
