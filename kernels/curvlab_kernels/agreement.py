@@ -56,6 +56,7 @@ def checks() -> Iterator[Check]:
         name = str(dtype).removeprefix("torch.")
         run = partial(project, 5, 1023, dtype, vectors=torch.float64)
         yield Check(f"project-float64-vector-{name}", run)
+    yield Check("project-block-of-none", partial(project, 5, 300, torch.float32, count=0))
     yield Check("project-block-of-one", partial(project, 5, 300, torch.float32, count=1))
     yield Check("project-misaligned-vector", misaligned)
     yield Check("project-garbage-in-padding", garbage_in_padding)
@@ -128,7 +129,9 @@ def project(
     )
     actual = expected.to(device, copy=True)
     factor = gram_factor(rows, scales, n) if corrected else None
-    length, largest = float(reference.norm(expected).max()), float(expected.abs().max())
+    length = largest = 0.0
+    if expected.numel():
+        length, largest = float(reference.norm(expected).max()), float(expected.abs().max())
     removed = _triton.project_(
         rows.to(device), actual, moved(factor, device), moved(scales, device)
     )

@@ -159,6 +159,8 @@ def dependent_block(device: torch.device) -> None:
 
 
 def norms(dtype: torch.dtype, device: torch.device) -> None:
+    for empty in ((0,), (0, 7)):
+        assert _triton.norm(torch.zeros(empty, dtype=dtype, device=device)).shape == empty[:-1]
     for shape in ((1,), (1023,), (4999,), (3, 1025)):
         vector = random(*shape, seed=2, dtype=dtype) * 1e30  # whose squares float32 cannot hold
         expected = reference.norm(vector)

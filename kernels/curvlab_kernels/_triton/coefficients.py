@@ -30,8 +30,8 @@ LONGEST = 65536  # columns of a chunk
 
 def coefficients(rows: Tensor, vectors: Tensor, scales: Tensor | None = None) -> Tensor:
     """``c = M g``, float64: ``(m,)`` for vectors ``(n,)``, ``(b, m)`` for ``(b, n)``."""
-    m, b = rows.shape[0], vectors.shape[0] if vectors.ndim == 2 else 1
-    if m == 0 or b == 0:
+    m = rows.shape[0]
+    if m == 0 or vectors.numel() == 0:
         return vectors.new_zeros((*vectors.shape[:-1], m), dtype=torch.float64)
     partials = partial_coefficients(rows, vectors, scales, work_dtype(vectors, rows))
     return sum_chunks(partials.view(partials.shape[0], -1)).view(*vectors.shape[:-1], m)

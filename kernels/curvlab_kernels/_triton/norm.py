@@ -14,11 +14,13 @@ COLUMNS = 1024  # of a tile
 
 def norm(vector: Tensor) -> Tensor:
     """Euclidean norm of ``(n,)`` or of every row of ``(b, n)``, float64."""
+    if vector.numel() == 0:
+        return vector.new_zeros(vector.shape[:-1], dtype=torch.float64)
     return squares(vector).sqrt().view(vector.shape[:-1])
 
 
 def squares(vector: Tensor) -> Tensor:
-    """Sums of squares of ``(n,)`` or of every row of ``(b, n)``: ``(b,)`` float64, ``b >= 1``."""
+    """Sums of squares of ``(n,)`` or of every row of ``(b, n)``: ``(b,)`` float64; not empty."""
     b, n = vector.shape if vector.ndim == 2 else (1, vector.shape[0])
     chunks, tiles = chunking(n, COLUMNS, b)
     partials = torch.empty(chunks, b, dtype=torch.float64, device=vector.device)
