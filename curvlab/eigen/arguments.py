@@ -40,6 +40,20 @@ def check_numbers(
         raise ValueError(f"seed= is a whole number, 0 <= seed < 2**40; got {seed!r}")
 
 
+def check_patience(
+    doubt: float, certify_products: int | None, checkpoint_every: int, stride: int | None
+) -> None:
+    """Raise unless the numbers that steer a solve make sense."""
+    if not 0.0 < doubt < 1.0:
+        raise ValueError(f"doubt= is a probability, 0 < doubt < 1; got {doubt}")
+    if certify_products is not None and certify_products < 1:
+        raise ValueError(f"certify_products= is at least 1; got {certify_products}")
+    if checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every= is at least 1; got {checkpoint_every}")
+    if stride is not None and stride < 1:
+        raise ValueError(f"stride= is at least 1; got {stride}")
+
+
 def check_start(v0: Tensor | None, products: Products) -> Tensor | None:
     """Start vectors as rows ``(b, n)``, or ``None``."""
     if v0 is None:
@@ -64,16 +78,14 @@ def certify_operator(
     products: Products, limit: float | None, seed: int, resumes: bool
 ) -> Certificate | None:
     """The operator's certificate; a resumed solve takes that of its start from the file."""
-    if resumes:
-        return None
-    return products.probe(limit, seed)
+    if limit is not None and not limit > 0.0:
+        raise ValueError(f"limit= is a relative error above 0; got {limit}")
+    return None if resumes else products.probe(limit, seed)
 
 
 def error_limit(products: Products, limit: float | None, certificate: Certificate | None) -> float:
     """Largest operator error that the solve accepts."""
     if limit is not None:
-        if not limit > 0.0:
-            raise ValueError(f"limit= is a relative error above 0; got {limit}")
         return limit
     rounding = products.eps * 2e3 * max(1.0, math.pow(products.n / 1e4, 0.25))
     return rounding if certificate is None else max(rounding, certificate.limit)

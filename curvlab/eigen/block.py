@@ -19,17 +19,18 @@ from curvlab.eigen.arguments import (
     certify_operator,
     check_choice,
     check_numbers,
+    check_patience,
     check_start,
     error_limit,
     product_budget,
     reserve_rows,
 )
 from curvlab.eigen.lanczos import Multiplicity, Verify
+from curvlab.eigen.options import Options
 from curvlab.eigen.products import Deflation, Products
 from curvlab.eigen.result import Eigenpairs, RelativeTo
 from curvlab.eigen.run import Keeping, run
 from curvlab.eigen.selection import Which
-from curvlab.eigen.solver import Options
 from curvlab.eigen.source import Source, as_operator
 
 
@@ -69,6 +70,7 @@ def block_lanczos(
             f"block= is a number of vectors between 2 and n = {products.room}; got {block!r}. "
             "For one vector at a time there is lanczos"
         )
+    check_patience(1e-3, None, checkpoint_every, None)
     start = check_start(v0, products)
     keeping = Keeping(None if checkpoint is None else Path(checkpoint), checkpoint_every, progress)
     certificate = certify_operator(products, limit, seed, keeping.resumes)

@@ -29,17 +29,18 @@ from curvlab.eigen.arguments import (
     certify_operator,
     check_choice,
     check_numbers,
+    check_patience,
     check_start,
     error_limit,
     product_budget,
     reserve_rows,
 )
 from curvlab.eigen.dense import dense_is_cheaper, solve_dense
+from curvlab.eigen.options import Options
 from curvlab.eigen.products import Deflation, Products
 from curvlab.eigen.result import Eigenpairs, RelativeTo
 from curvlab.eigen.run import Keeping, run
 from curvlab.eigen.selection import Which
-from curvlab.eigen.solver import Options
 from curvlab.eigen.source import Source, as_operator
 
 Multiplicity = Literal["certify", "skip"]
@@ -113,6 +114,7 @@ def lanczos(
     """
     products = Products(as_operator(operator, dtype=dtype, device=device), deflate)
     check_numbers(products, k, which=which, tol=tol, relative_to=relative_to, seed=seed)
+    check_patience(doubt, certify_products, checkpoint_every, stride)
     start = check_start(v0, products)
     keeping = Keeping(None if checkpoint is None else Path(checkpoint), checkpoint_every, progress)
     certificate = certify_operator(products, limit, seed, keeping.resumes)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from curvlab.eigen.checkpoint import read_checkpoint, write_checkpoint
 from curvlab.eigen.finish import eigenpairs
+from curvlab.eigen.options import Options
 from curvlab.eigen.products import DeflatedRows, Products
 from curvlab.eigen.progress import Progress
 from curvlab.eigen.result import Eigenpairs
-from curvlab.eigen.solver import Options, Solver
+from curvlab.eigen.solver import Solver
 from curvlab.probe import Certificate
 
 

@@ -15,30 +15,11 @@ from torch import Tensor
 
 from curvlab.eigen.hidden import Chain, emerging, known_values
 from curvlab.eigen.krylov import Krylov
+from curvlab.eigen.options import Options
 from curvlab.eigen.products import Products
-from curvlab.eigen.result import RelativeTo, tolerances
+from curvlab.eigen.result import tolerances
 from curvlab.eigen.selection import Edge, edges, order
 from curvlab.probe import OperatorError
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What was asked for; see :func:`curvlab.eigen.lanczos`."""
-
-    k: int
-    which: str
-    tol: float
-    relative_to: RelativeTo
-    seed: int
-    max_products: int
-    basis: int
-    reserve: int
-    block: int
-    certify: bool
-    doubt: float
-    certify_products: int | None
-    limit: float
-    stride: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,171 @@
+"""A solve killed at any point ends with the same bits; files that cannot be used are refused."""
+
+import errno
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+from curvlab.eigen import Eigenpairs, block_lanczos, lanczos
+from curvlab.eigen.checkpoint import previous
+from curvlab.eigen.progress import Progress
+from curvlab.storage import StorageError
+
+COPIES = [6.0, 4.0, 4.0, -3.0, 2.0]  # the copy makes the solve look twice for hidden ones
+VALUES = torch.cat([torch.tensor(COPIES), torch.linspace(-1, 1, 195)]).double()
+
+
+class Dying:
+    """A diagonal operator that raises ``error`` instead of its product number ``at``."""
+
+    def __init__(self, at=None, error=RuntimeError, values=VALUES):
+        self.values, self.n = values, len(values)
+        self.dtype, self.device = torch.float64, torch.device("cpu")
+        self.at, self.error, self.count = at, error, 0
+
+    def __matmul__(self, vectors):
+        self.count += 1 if vectors.ndim == 1 else len(vectors)
+        if self.at is not None and self.count >= self.at:
+            raise self.error("killed")
+        return vectors * self.values
+
+
+def same(first, second):
+    return all(
+        torch.equal(getattr(first, name), getattr(second, name))
+        for name in ("values", "vectors", "residuals", "converged")
+    ) and (first.matvecs, first.doubt, first.reason, first.restarts) == (
+        second.matvecs,
+        second.doubt,
+        second.reason,
+        second.restarts,
+    )
+
+
+OPTIONS = {"tol": 1e-8, "basis": 12, "checkpoint_every": 3}
+
+
+@pytest.mark.parametrize(("solver", "apart"), [(lanczos, 5), (block_lanczos, 29)])
+def test_a_solve_killed_anywhere_and_resumed_gives_the_same_bits(solver, apart, tmp_path):
+    whole = solver(Dying(), 4, **OPTIONS)
+    assert whole.restarts > 0
+    for at in range(5, whole.matvecs + 1, apart):
+        path = tmp_path / f"{at}.safetensors"
+        with pytest.raises(RuntimeError, match="killed"):
+            solver(Dying(at), 4, checkpoint=path, **OPTIONS)
+        resumed = solver(Dying(), 4, checkpoint=path, **OPTIONS)
+        assert same(resumed, whole), at
+
+
+def test_a_solve_can_be_killed_and_resumed_many_times(tmp_path):
+    whole = lanczos(Dying(), 4, **OPTIONS)
+    path = tmp_path / "state.safetensors"
+    for _ in range(100):
+        operator = Dying(9)
+        try:
+            result = lanczos(operator, 4, checkpoint=path, **OPTIONS)
+            break
+        except RuntimeError:
+            assert path.exists()
+    assert same(result, whole)
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    whole = lanczos(Dying(), 4, **OPTIONS)
+    path = tmp_path / "state.safetensors"
+    with pytest.raises(RuntimeError, match="killed"):
+        lanczos(Dying(20), 4, checkpoint=path, **OPTIONS)
+    kept = path.read_bytes()
+
+    def full(self, data):
+        with self.open("wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(StorageError, match=r"could not write.*No space left"):
+            lanczos(Dying(), 4, checkpoint=path, **OPTIONS)
+    assert path.read_bytes() == kept
+    assert same(lanczos(Dying(), 4, checkpoint=path, **OPTIONS), whole)
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_serves(tmp_path):
+    whole = lanczos(Dying(), 4, **OPTIONS)
+    path = tmp_path / "state.safetensors"
+    with pytest.raises(RuntimeError, match="killed"):
+        lanczos(Dying(20), 4, checkpoint=path, **OPTIONS)
+    damaged = bytearray(path.read_bytes())
+    damaged[-40] ^= 1
+    path.write_bytes(bytes(damaged))
+    with pytest.raises(StorageError, match=r"checksum.*\.previous"):
+        lanczos(Dying(), 4, checkpoint=path, **OPTIONS)
+    previous(path).replace(path)
+    assert same(lanczos(Dying(), 4, checkpoint=path, **OPTIONS), whole)
+
+
+def test_a_checkpoint_of_another_solve_is_refused(tmp_path):
+    path = tmp_path / "state.safetensors"
+    with pytest.raises(RuntimeError, match="killed"):
+        lanczos(Dying(20), 4, checkpoint=path, **OPTIONS)
+    with pytest.raises(ValueError, match=r"k was 4 and is 5"):
+        lanczos(Dying(), 5, checkpoint=path, **OPTIONS)
+    with pytest.raises(ValueError, match=r"seed was 0 and is 1"):
+        lanczos(Dying(), 4, checkpoint=path, seed=1, **OPTIONS)
+    with pytest.raises(ValueError, match="start digest"):
+        lanczos(Dying(), 4, checkpoint=path, v0=torch.ones(200).double(), **OPTIONS)
+
+
+def test_resuming_with_another_operator_is_noticed(tmp_path):
+    from curvlab.probe import OperatorError
+
+    path = tmp_path / "state.safetensors"
+    with pytest.raises(RuntimeError, match="killed"):
+        lanczos(Dying(14), 4, checkpoint=path, **OPTIONS)
+    with pytest.raises(OperatorError, match="disagree"):
+        lanczos(Dying(values=VALUES.flip(0)), 4, checkpoint=path, **OPTIONS)
+
+
+def test_ctrl_c_returns_what_was_found_and_saves_the_state(tmp_path):
+    whole = lanczos(Dying(), 4, **OPTIONS)
+    path = tmp_path / "state.safetensors"
+    partial = lanczos(Dying(18, KeyboardInterrupt), 4, checkpoint=path, **OPTIONS)
+    assert "interrupted" in partial.reason
+    assert not partial.complete
+    v = partial.vectors
+    true = torch.linalg.vector_norm(v * VALUES - partial.values[:, None] * v, dim=1)
+    assert (true <= partial.residuals).all()
+    with pytest.raises(RuntimeError, match="checkpoint="):
+        partial.require_converged()
+    assert same(lanczos(Dying(), 4, checkpoint=path, **OPTIONS), whole)
+
+
+def test_a_result_survives_saving_and_shows_what_matters(tmp_path):
+    pairs = lanczos(Dying(), 4, tol=1e-6)
+    again = Eigenpairs.load(pairs.save(tmp_path / "pairs.safetensors"))
+    assert same(pairs, again)
+    assert again.certificate == pairs.certificate
+    assert again.seconds == pairs.seconds
+    text = repr(pairs)
+    assert "4 converged" in text
+    assert "complete" in text
+    assert f"{pairs.matvecs} products" in text
+    assert len(pairs.head(2)) == 2
+    assert torch.equal(pairs.head(2).vectors, pairs.vectors[:2])
+    with pytest.raises(ValueError, match="head"):
+        pairs.head(9)
+    largest = pairs.vectors.gather(1, pairs.vectors.abs().argmax(1, keepdim=True))
+    assert (largest > 0).all()  # canonical signs
+
+
+def test_progress_is_written_to_a_terminal_only():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream, shown in ((io.StringIO(), False), (Terminal(), True)):
+        progress = Progress("lanczos", None, stream)
+        progress.update(12, 3, 6)
+        assert ("3 of 6 pairs, 12 products" in stream.getvalue()) == shown
+        progress.close()

@@ -1,0 +1,249 @@
+"""Operators and arguments that no solver may accept, and the awkward ones that it must."""
+
+import pytest
+import torch
+
+from curvlab.basis import Basis
+from curvlab.eigen import NotConvergedError, block_lanczos, lanczos
+from curvlab.probe import OperatorError
+
+N = 120
+VALUES = torch.cat([torch.tensor([9.0, 7.0, -6.0, 4.0]), torch.linspace(-1, 1, N - 4)]).double()
+
+
+def rotated(values=VALUES, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.linalg.qr(
+        torch.randn(len(values), len(values), generator=generator, dtype=torch.float64)
+    ).Q
+    matrix = (q * values) @ q.T
+    return (matrix + matrix.T) / 2
+
+
+A = rotated()
+
+
+class Drifting:
+    """Like A, but from product ``after`` on it is another operator."""
+
+    def __init__(self, after, change):
+        self.n, self.dtype, self.device = N, torch.float64, torch.device("cpu")
+        self.after, self.change, self.count = after, change, 0
+
+    def __matmul__(self, vectors):
+        self.count += 1 if vectors.ndim == 1 else len(vectors)
+        return vectors @ (A if self.count <= self.after else A + self.change)
+
+
+def solve(matvec, k=3, **options):
+    return lanczos((matvec, N), k, dtype=torch.float64, dense=False, **options)
+
+
+def test_an_asymmetric_operator_is_refused():
+    skew = torch.zeros(N, N, dtype=torch.float64)
+    skew[0, 1] = 0.5
+    with pytest.raises(OperatorError, match="u'Av"):
+        solve(lambda v: (A + skew) @ v)
+
+
+def test_a_noisy_operator_is_refused():
+    generator = torch.Generator().manual_seed(0)
+    with pytest.raises(OperatorError, match="two products with one vector differ"):
+        solve(lambda v: A @ v + 1e-6 * torch.randn(N, generator=generator, dtype=torch.float64))
+
+
+def test_an_affine_and_a_nonlinear_operator_are_refused():
+    with pytest.raises(OperatorError, match="constant term"):
+        solve(lambda v: A @ v + 0.1)
+    with pytest.raises(OperatorError):
+        solve(lambda v: A @ v.clamp(-1, 1))
+
+
+@pytest.mark.parametrize("after", [6, 10, 14])
+@pytest.mark.parametrize("multiplicity", ["certify", "skip"])
+def test_an_operator_that_changes_during_the_solve_is_refused(after, multiplicity):
+    change = 1e-3 * rotated(seed=1)
+    with pytest.raises(OperatorError, match=r"contradict|disagree|differs"):
+        lanczos(Drifting(after, change), 3, tol=1e-8, dense=False, multiplicity=multiplicity)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("solver", [lanczos, block_lanczos])
+def test_products_that_are_not_finite_are_refused_at_any_time(bad, solver):
+    count = 0
+
+    def matvec(v):
+        nonlocal count
+        count += 1
+        return A @ v if count < 11 else torch.full_like(v, bad)
+
+    with pytest.raises(OperatorError, match="NaN or infinity"):
+        solver((matvec, N), 3, dtype=torch.float64, tol=1e-8)
+
+
+def test_an_operator_that_reuses_its_buffer_or_overwrites_its_input_is_harmless():
+    expected = solve(lambda v: A @ v, tol=1e-10)
+    buffer = torch.zeros(N, dtype=torch.float64)
+
+    def reusing(v):
+        torch.mv(A, v, out=buffer)
+        return buffer
+
+    def overwriting(v):
+        image = A @ v
+        v.fill_(float("nan"))
+        return image
+
+    def in_place(v):
+        v.copy_(A @ v)
+        return v
+
+    for matvec in (reusing, overwriting, in_place):
+        assert torch.equal(solve(matvec, tol=1e-10).values, expected.values)
+    raw = Drifting(10**9, 0)  # not wrapped: the solver's own protection
+
+    class InPlace(Drifting):
+        def __matmul__(self, vectors):
+            return vectors.copy_(vectors @ A)
+
+    assert torch.equal(
+        lanczos(InPlace(0, 0), 3, tol=1e-10, dense=False).vectors,
+        lanczos(raw, 3, tol=1e-10, dense=False).vectors,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"k": 0}, "between 1 and n"),
+        ({"k": -1}, "between 1 and n"),
+        ({"k": N + 1}, "between 1 and n"),
+        ({"k": 2.0}, "whole number"),
+        ({"k": True}, "whole number"),
+        ({"which": "XX"}, "which="),
+        ({"tol": -1.0}, "tol="),
+        ({"tol": float("nan")}, "tol="),
+        ({"relative_to": "trace"}, "relative_to="),
+        ({"seed": -1}, "seed="),
+        ({"multiplicity": "maybe"}, "multiplicity="),
+        ({"verify": "no"}, "verify="),
+        ({"basis": 4}, "basis= needs at least"),
+        ({"basis": 40, "memory": 10**6}, "not both"),
+        ({"memory": 2000}, "memory="),
+        ({"max_products": 0}, "max_products="),
+        ({"limit": 0.0}, "limit="),
+        ({"doubt": 0.0}, "doubt="),
+        ({"certify_products": 0}, "certify_products="),
+        ({"checkpoint_every": 0}, "checkpoint_every="),
+        ({"stride": 0}, "stride="),
+        ({"v0": torch.ones(N - 1, dtype=torch.float64)}, "v0="),
+        ({"v0": torch.ones(N, dtype=torch.int64)}, "v0="),
+        ({"v0": [1.0] * N}, "v0="),
+        ({"v0": torch.full((N,), float("nan"), dtype=torch.float64)}, "v0="),
+        ({"v0": torch.ones(N, dtype=torch.float64, device="meta")}, "v0="),
+        ({"deflate": torch.ones(2, N, dtype=torch.float64)}, "orthonormal"),
+        ({"deflate": torch.eye(3, N - 1, dtype=torch.float64)}, "deflate="),
+        ({"deflate": "basis"}, "deflate="),
+        ({"dtype": torch.int64}, "dtype="),
+    ],
+)
+def test_arguments_that_cannot_be_met_are_refused_with_advice(options, match):
+    arguments = {"k": 3, "dtype": torch.float64, **options}
+    with pytest.raises((ValueError, TypeError), match=match):
+        lanczos((lambda v: A.to(v.dtype) @ v, N), arguments.pop("k"), **arguments)
+
+
+def test_operators_of_the_wrong_kind_are_refused():
+    for bad, error in (
+        (torch.ones(3, 4), ValueError),
+        (torch.ones(3, 3, dtype=torch.int64), TypeError),
+        (torch.tensor([[0.0, 1.0], [0.0, 0.0]]), ValueError),
+        ((len,), ValueError),
+        ((len, 2.5), TypeError),
+        (object(), TypeError),
+    ):
+        with pytest.raises(error):
+            lanczos(bad, 1)
+    with pytest.raises(ValueError, match="shape"):
+        lanczos((lambda v: v[:-1], N), 1)
+
+
+def test_every_kind_of_operator_gives_the_same_pairs():
+    from scipy.sparse.linalg import aslinearoperator
+
+    class Own:
+        n, dtype, device = N, torch.float64, torch.device("cpu")
+
+        def __matmul__(self, vectors):
+            return vectors @ A
+
+    expected = torch.tensor([9.0, 7.0, -6.0], dtype=torch.float64)
+    strided = torch.zeros(N, 2 * N, dtype=torch.float64)[:, ::2].copy_(A)
+    for source in (A, A.numpy(), aslinearoperator(A.numpy()), Own(), strided):
+        assert torch.allclose(lanczos(source, 3, tol=1e-8, dense=False).values, expected)
+    pairs = lanczos(A, 3)
+    assert pairs.method.startswith("dense")
+    assert pairs.matvecs == 0
+    assert torch.allclose(pairs.values, expected)
+
+
+def test_a_budget_that_runs_out_is_said_and_required_convergence_raises():
+    pairs = solve(lambda v: A @ v, k=3, tol=1e-10, max_products=12)
+    assert pairs.matvecs == 12
+    assert "budget of 12 products" in pairs.reason
+    assert not pairs.complete
+    with pytest.raises(NotConvergedError, match="max_products="):
+        pairs.require_converged()
+    assert len(solve(lambda v: A @ v, k=9, max_products=8)) == 4  # four went into the probe
+
+
+def test_skipping_certification_is_said_and_can_be_required():
+    pairs = solve(lambda v: A @ v, multiplicity="skip").require_converged()
+    assert not pairs.complete
+    with pytest.raises(NotConvergedError, match="none is missing"):
+        pairs.require_converged(complete=True)
+
+
+@pytest.mark.parametrize("as_basis", [False, True])
+@pytest.mark.parametrize("dense", [True, False])
+def test_deflated_directions_are_left_out(as_basis, dense):
+    first = lanczos(A, 2, tol=1e-12)
+    directions = first.vectors
+    if as_basis:
+        basis = Basis(N, 4, dtype=torch.float64)
+        basis.extend(directions)
+        directions = basis
+    pairs = lanczos(A, 2, tol=1e-10, deflate=directions, dense=dense)
+    assert torch.allclose(pairs.values, torch.tensor([-6.0, 4.0], dtype=torch.float64))
+    assert float((pairs.vectors @ first.vectors.T).abs().max()) < 1e-12
+    with pytest.raises(ValueError, match="2 deflated"):
+        lanczos(A, N - 1, deflate=directions)
+    rest = lanczos(A, N - 2, tol=1e-8, deflate=directions, dense=dense).require_converged()
+    assert rest.complete
+
+
+def test_deflating_directions_that_are_no_eigenvectors_gives_the_projected_operator():
+    generator = torch.Generator().manual_seed(5)
+    q = torch.linalg.qr(torch.randn(N, 3, generator=generator, dtype=torch.float64)).Q.T
+    p = torch.eye(N, dtype=torch.float64) - q.T @ q
+    expected = torch.linalg.eigvalsh(p @ A @ p)
+    pairs = lanczos(A, 3, tol=1e-10, deflate=q.contiguous(), dense=False)
+    assert torch.allclose(pairs.values.max(), expected.max())
+
+
+def test_a_warm_start_on_some_eigenvectors_still_finds_the_others():
+    q = lanczos(A, 4, tol=1e-12).vectors
+    for start in (q[1:], q[2], q[1:].sum(0)):
+        pairs = solve(lambda v: A @ v, v0=start, tol=1e-6).require_converged(complete=True)
+        assert torch.allclose(pairs.values, torch.tensor([9.0, 7.0, -6.0]).double())
+    warm = solve(lambda v: A @ v, v0=q[:3], tol=1e-6)
+    cold = solve(lambda v: A @ v, tol=1e-6)
+    assert warm.matvecs < cold.matvecs
+
+
+def test_the_global_generator_is_left_alone_and_a_seed_gives_the_same_bits():
+    before = torch.random.get_rng_state()
+    first, second = solve(lambda v: A @ v, seed=3), solve(lambda v: A @ v, seed=3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(first.vectors, second.vectors)
+    assert torch.equal(first.residuals, second.residuals)
