@@ -308,6 +308,43 @@ def test_structured_projection_equals_the_dense_oracle(logits, options, epsilon)
     assert relative(projected[1], gradients) > 0.1
 
 
+def test_few_directions_are_used_as_dense_rows_and_many_as_factors():
+    tasks = make_tasks(2, train=100, dtype=torch.float64)
+    for epsilon, few in ((0.5, True), (0.001, False)):
+        learner = OGD(epsilon, samples=80)
+        population = population_of([small(1, torch.float64)], [1])
+        learner.before_task(population, 0, tasks[0].train)
+        learner.after_task(population, 0, tasks[0].train)
+        memory = learner._factors[0]
+        assert (memory._dense is not None) == few
+        population.gradient_(tasks[1].train.inputs[None, :5], tasks[1].train.targets[None, :5], 1)
+        gradient = population.gradients[0].clone()
+        learner.transform_(population)
+        rows = learner.directions()[0]
+        assert relative(population.gradients[0], gradient - (gradient @ rows.T) @ rows) <= 1e-10
+
+
+def test_gradients_known_as_factors_are_projected_like_others():
+    """The shorter way is taken for gradients as they came, and not once they were changed."""
+    tasks = make_tasks(1, train=60, dtype=torch.float64)
+    learner = OGD(0.001, samples=40)
+    wide = mlp((6, 30, 30, 3), seed=1, dtype=torch.float64)
+    population = population_of([wide], [1])
+    learner.before_task(population, 0, tasks[0].train)
+    learner.after_task(population, 0, tasks[0].train)
+    rows = learner.directions()[0]
+    for change in (0.0, 0.1):
+        population.gradient_(tasks[0].train.inputs[None, :3], tasks[0].train.targets[None, :3], 0)
+        assert learner._factors[0]._cheap(3)
+        assert population.gradient_factors() is not None
+        if change:
+            population.gradients.add_(population.parameters, alpha=change)
+            assert population.gradient_factors() is None
+        gradient = population.gradients[0].clone()
+        learner.transform_(population)
+        assert relative(population.gradients[0], gradient - (gradient @ rows.T) @ rows) <= 1e-10
+
+
 def test_structured_memory_works_with_biases_in_some_layers_only(generator):
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3, bias=False)).double()
     population = population_of([model], [1])

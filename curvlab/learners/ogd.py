@@ -135,6 +135,15 @@ class OGD(Learner):
             sizes, sizes_in_bytes = self._dense.sizes, self._dense.bytes
         self.notes.append({"new": new, "directions": sizes, "memory_bytes": sizes_in_bytes})
 
+    def directions(self) -> list[Tensor]:
+        """For each run, the orthonormal rows ``(r, P)`` that gradients are projected off, float64.
+
+        For tests and small uses: of a structured memory they have to be built.
+        """
+        if self._dense is not None:
+            return [basis.rows().double() for basis in self._dense.bases]
+        return [memory.rows() for memory in self._factors]
+
     def _cotangents(self, population: Population, chosen: Samples, task: int) -> Tensor:
         """Which combinations of logits, ``(n, K, C)``."""
         classes = population.logits(chosen.inputs[:1], task).shape[2]

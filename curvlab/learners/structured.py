@@ -7,6 +7,9 @@ products of what samples sent into a layer, ``(N, in)``, and of the signals that
 orthonormal; the projection is ``g - J' B' B J g``. At 1,000 samples of the paper's MLP that is 606
 numbers a sample and ``B``, against 18,010 numbers for each of r dense rows.
 
+Where the directions are few beside the samples, their dense rows are the faster ones; they are then
+built from the factors and used for steps (:data:`FEW`).
+
 ``B`` is found from the Gram matrix ``J J'`` in float64. In float32 steps the removed part is exact
 to about eps times the condition number of the kept part of J (largest over smallest singular value
 kept): 1e-5 where dense orthonormal rows give 1e-7. ``leak`` measures it.
@@ -24,6 +27,9 @@ from curvlab.learners.stacked import PlainMLP
 # Singular values below this share of the largest are not kept: dividing by them would amplify the
 # rounding of a step beyond use. In float32 they hold at most 1e-8 of the energy each.
 FLOOR = {torch.float32: 1e-4, torch.float64: 1e-7}
+# Dense rows are used for steps while this many times their number is below the number of Jacobian
+# rows: reading r rows of P numbers against computing with N of them.
+FEW = 5
 # A kept direction of a new task that lies this much (relative norm) outside the memory adds
 # nothing but rounding; it is dropped.
 DEPENDENT = 1e-4
@@ -74,9 +80,10 @@ class StructuredMemory:
         self._inputs = [
             torch.zeros(0, layer.inputs, dtype=dtype, device=device) for layer in form.layers
         ]
-        # (sum of outputs, samples, K)
-        self._signals = torch.zeros(bounds[-1], 0, 1, dtype=dtype, device=device)
-        self._coefficients = torch.zeros(0, 0, dtype=dtype, device=device)  # B
+        # (sum of outputs, K, N): samples along the rows, where products and sums are fastest
+        self._signals = torch.zeros(bounds[-1], 1, 0, dtype=dtype, device=device)
+        self._coefficients = torch.zeros(0, 0, dtype=dtype, device=device)  # B, (r, K N)
+        self._dense: Tensor | None = None
         self._workspace = Workspace() if workspace is None else workspace
 
     @property
@@ -86,8 +93,9 @@ class StructuredMemory:
 
     @property
     def bytes(self) -> int:
-        """Of factors and coefficients."""
+        """Of all that is kept."""
         tensors = [*self._inputs, self._signals, self._coefficients]
+        tensors += [] if self._dense is None else [self._dense]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.no_grad()
@@ -102,23 +110,36 @@ class StructuredMemory:
                 ``(B, out)`` of a batch, of which it is the sum. ``J g`` is then a sum of products
                 of inner products, which costs less as long as B is small.
         """
-        if self.size:
-            if factors is not None and self._cheap(len(factors[0][0])):
-                products = self._times_batch(*factors)
-            else:
-                products = self._times(gradient)
-            self._subtract_(gradient, self._coefficients.T @ (self._coefficients @ products))
+        if not self.size:
+            return
+        if self._dense is not None:
+            gradient.addmv_(self._dense.T, self._dense @ gradient, alpha=-1.0)
+            return
+        if factors is not None and self._cheap(len(factors[0][0])):
+            products = self._times_batch(*factors)
+        else:
+            products = self._times(gradient)
+        self._subtract_(gradient, self._coefficients.T @ (self._coefficients @ products))
 
     def leak(self, gradient: Tensor) -> float:
         """The share of ``gradient`` ``(P,)`` that lies in the memory's span."""
-        held = self._coefficients.double() @ self._times(gradient).double()
-        return float(held.norm() / gradient.double().norm())
+        exact = gradient.double()
+        return float((self._coefficients.double() @ self._times(exact)).norm() / exact.norm())
 
-    def rows(self) -> Tensor:
-        """The orthonormal rows ``(r, P)``, dense, float64: for tests and small uses."""
-        dense = torch.zeros(self.size, self.n, dtype=torch.float64)
-        for row, combination in zip(dense, self._coefficients, strict=True):
-            self._subtract_(row, -combination.double())
+    def rows(self, at_once: int = 16) -> Tensor:
+        """The orthonormal rows ``(r, P)``, dense, float64."""
+        device = self._signals.device
+        dense = torch.zeros(self.size, self.n, dtype=torch.float64, device=device)
+        weights = self._coefficients.double().view(self.size, 1, *self._signals.shape[1:])
+        for layer, came_in, rows in zip(self.form.layers, self._inputs, self._rows, strict=True):
+            inputs, signals = came_in.double(), self._signals[rows].double()
+            for start in range(0, self.size, at_once):
+                some = slice(start, start + at_once)
+                mixed = (signals * weights[some]).sum(2)  # (rows, out, N)
+                layer.weight_of(dense[some]).copy_(mixed @ inputs)
+                bias = layer.bias_of(dense[some])
+                if bias is not None:
+                    bias.copy_(mixed.sum(2))
         return dense
 
     @torch.no_grad()
@@ -133,16 +154,19 @@ class StructuredMemory:
             factors: Of the new rows.
             epsilon: In [0, 1]. 0 keeps all above :data:`FLOOR`; 1 keeps none.
         """
-        before, old = self._signals.shape[1] * self._signals.shape[2], self.size
+        before, old = self._signals.shape[2], self.size
         self._append(factors)
+        _, per_sample, samples = self._signals.shape
         gram = self._gram()
-        new = slice(before, len(gram))
-        values, vectors = torch.linalg.eigh(gram[new, new])
+        zeros = gram.new_zeros
+        new = torch.arange(samples, device=gram.device).ge(before).expand(per_sample, -1).flatten()
+        values, vectors = torch.linalg.eigh(gram[new][:, new])
         values, vectors = values.flip(0), vectors.flip(1)
         kept = kept_by_energy(values, epsilon, floor=FLOOR[self._signals.dtype] ** 2)
-        memory = torch.zeros(old, len(gram), dtype=torch.float64, device=gram.device)
-        memory[:, :before] = self._coefficients.double()
-        added = torch.zeros(kept, len(gram), dtype=torch.float64, device=gram.device)
+        memory = zeros(old, per_sample, samples)
+        memory[:, :, :before] = self._coefficients.double().view(old, per_sample, before)
+        memory = memory.flatten(1)
+        added = zeros(kept, len(gram))
         added[:, new] = (vectors[:, :kept] / values[:kept].sqrt()).T
         for _ in range(2):  # twice is enough
             added = added - (added @ gram @ memory.T) @ memory
@@ -150,7 +174,12 @@ class StructuredMemory:
             real = squares > DEPENDENT**2
             added = (mixing[:, real] / squares[real].sqrt()).T @ added
         self._coefficients = torch.cat([memory, added]).to(self._signals)
+        self._choose()
         return len(added)
+
+    def _choose(self) -> None:
+        few = 0 < self.size * FEW < self._coefficients.shape[1]
+        self._dense = self.rows().to(self._signals) if few else None
 
     def state(self) -> dict[str, Tensor]:
         stored = {f"inputs/{i}": value for i, value in enumerate(self._inputs)}
@@ -161,34 +190,34 @@ class StructuredMemory:
         self._inputs = [tensors[f"inputs/{i}"].to(like) for i in range(len(self._inputs))]
         self._signals = tensors["signals"].to(like).contiguous()
         self._coefficients = tensors["coefficients"].to(like)
+        self._choose()
 
     def _append(self, factors: Factors) -> None:
-        signals = torch.cat(factors.signals, 2).permute(2, 0, 1)  # samples last but one: see _times
-        if self._signals.shape[1] and signals.shape[2] != self._signals.shape[2]:
+        signals = torch.cat(factors.signals, 2).permute(2, 1, 0).to(self._signals)
+        if not self._signals.shape[2]:
+            self._signals = self._signals.new_zeros(*signals.shape[:2], 0)
+        if signals.shape[1] != self._signals.shape[1]:
             raise ValueError(
-                f"the memory holds {self._signals.shape[2]} rows per sample; got {signals.shape[2]}"
+                f"the memory holds {self._signals.shape[1]} rows per sample; got {signals.shape[1]}"
             )
-        if not self._signals.shape[1]:
-            self._signals = self._signals.new_zeros(len(signals), 0, signals.shape[2])
-        self._signals = torch.cat([self._signals, signals.to(self._signals)], 1).contiguous()
+        self._signals = torch.cat([self._signals, signals], 2).contiguous()
         self._inputs = [
             torch.cat([stored, new.to(stored)])
             for stored, new in zip(self._inputs, factors.inputs, strict=True)
         ]
 
     def _times(self, vector: Tensor) -> Tensor:
-        """``J v`` ``(N K,)``."""
+        """``J v`` ``(K N,)``."""
         signals = self._signals.to(vector.dtype)
         found = signals.new_zeros(signals.shape[1:])
         for layer, came_in, rows in zip(self.form.layers, self._inputs, self._rows, strict=True):
-            # samples along the columns: products with few rows and many columns are the faster
-            # ones; layer by layer: its part stays in the cache until it is summed
+            # layer by layer: its part stays in the cache until it is summed
             sums, products = self._rooms(signals[rows])
             torch.mm(layer.weight_of(vector), came_in.to(vector.dtype).T, out=sums)
             bias = layer.bias_of(vector)
             if bias is not None:
                 sums.add_(bias.unsqueeze(1))
-            found += torch.mul(signals[rows], sums.unsqueeze(2), out=products).sum(0)
+            found += torch.mul(signals[rows], sums.unsqueeze(1), out=products).sum(0)
         return found.view(-1)
 
     def _cheap(self, batch: int) -> bool:
@@ -196,19 +225,19 @@ class StructuredMemory:
         return factored < sum(layer.inputs * layer.outputs for layer in self.form.layers)
 
     def _times_batch(self, inputs: list[Tensor], signals: list[Tensor]) -> Tensor:
-        """``J g`` for ``g`` the sum over a batch of outer products; ``(N K,)``."""
-        _, samples, per_sample = self._signals.shape
-        batch = len(inputs[0])
-        shape = (len(self.form.layers), batch, samples)
-        between = self._workspace.room("between", shape, self._signals)
-        products = self._workspace.room("batch", (*shape, per_sample), self._signals)
+        """``J g`` for ``g`` the sum over a batch of outer products; ``(K N,)``."""
+        _, per_sample, samples = self._signals.shape
+        batch, layers = len(inputs[0]), len(self.form.layers)
+        between = self._workspace.room("between", (layers, batch, 1, samples), self._signals)
+        shape = (layers, batch, per_sample, samples)
+        products = self._workspace.room("batch", shape, self._signals)
         stored = self._signals.flatten(1)
         for i, (layer, rows) in enumerate(zip(self.form.layers, self._rows, strict=True)):
-            torch.mm(inputs[i], self._inputs[i].T, out=between[i])
+            torch.mm(inputs[i], self._inputs[i].T, out=between[i].view(batch, samples))
             if layer.bias is not None:
                 between[i].add_(1.0)
             torch.mm(signals[i], stored[rows], out=products[i].view(batch, -1))
-        return products.mul_(between.unsqueeze(3)).view(-1, samples * per_sample).sum(0)
+        return products.mul_(between).view(layers * batch, -1).sum(0)
 
     def _subtract_(self, vector: Tensor, combination: Tensor) -> None:
         """``v -= J' c`` in place."""
@@ -217,31 +246,32 @@ class StructuredMemory:
         for layer, came_in, rows in zip(self.form.layers, self._inputs, self._rows, strict=True):
             sums, products = self._rooms(signals[rows])
             torch.mul(signals[rows], weights, out=products)
-            mixed = products.squeeze(2)
+            mixed = products.squeeze(1)
             if mixed.dim() == 3:
-                mixed = torch.sum(products, 2, out=sums)
+                mixed = torch.sum(products, 1, out=sums)
             layer.weight_of(vector).addmm_(mixed, came_in.to(vector.dtype), alpha=-1.0)
             bias = layer.bias_of(vector)
             if bias is not None:
                 bias.sub_(mixed.sum(1))
 
     def _rooms(self, signals: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for one layer, ``(out, N)`` and ``(out, N, K)``."""
-        sums = self._workspace.room("sums", signals.shape[:2], signals)
+        """Room for one layer, ``(out, N)`` and ``(out, K, N)``."""
+        outputs, _, samples = signals.shape
+        sums = self._workspace.room("sums", (outputs, samples), signals)
         return sums, self._workspace.room("products", signals.shape, signals)
 
     def _gram(self) -> Tensor:
-        """``J J'`` ``(N K, N K)``, float64: per layer a product of two small Gram matrices."""
-        _, samples, per_sample = self._signals.shape
+        """``J J'`` ``(K N, K N)``, float64: per layer a product of two small Gram matrices."""
+        _, per_sample, samples = self._signals.shape
         count = samples * per_sample
         total = torch.zeros(count, count, dtype=torch.float64, device=self._signals.device)
-        blocks = total.view(samples, per_sample, samples, per_sample)
+        blocks = total.view(per_sample, samples, per_sample, samples)
         for layer, came_in, rows in zip(self.form.layers, self._inputs, self._rows, strict=True):
             inputs, signals = came_in.double(), self._signals[rows].double().flatten(1)
             between = inputs @ inputs.T
             if layer.bias is not None:
                 between += 1.0
-            blocks += (signals.T @ signals).view_as(blocks) * between[:, None, :, None]
+            blocks += (signals.T @ signals).view_as(blocks) * between[:, None, :]
         return total
 
 

@@ -152,7 +152,10 @@ class _Loop:
                 task=index, epoch=epoch, start=start,
             ):  # fmt: skip
                 step = Step(index, record.step, steps, epoch, epochs, lr)
-                timing["transform_seconds"] += self._step(inputs, targets, step)
+                timing["transform_seconds"] += take_step(
+                    self.population, self.learner, inputs, targets, step,
+                    momentum=self.momentum, weight_decay=self.weight_decay,
+                )  # fmt: skip
                 record.step += 1
                 bar.step(record.step)
                 due = every is not None and record.step % every == 0
@@ -165,22 +168,6 @@ class _Loop:
                         raise KeyboardInterrupt
             self._check_finite(index, epoch)
         timing["train_seconds"] += time.perf_counter() - begun
-
-    def _step(self, inputs: Tensor, targets: Tensor, step: Step) -> float:
-        population, velocity = self.population, self.population.velocity
-        population.gradient_(inputs, targets, step.task, step.step)
-        if self.weight_decay:
-            population.gradients.add_(population.parameters, alpha=self.weight_decay)
-        begun = time.perf_counter()
-        self.learner.transform_(population)
-        seconds = time.perf_counter() - begun
-        if velocity is None:
-            population.parameters.add_(population.gradients, alpha=-step.lr)
-        else:
-            velocity.mul_(self.momentum).add_(population.gradients)
-            population.parameters.add_(velocity, alpha=-step.lr)
-        self.learner.after_step(population, step)
-        return seconds
 
     def _check_finite(self, index: int, epoch: int) -> None:
         finite = self.population.parameters.isfinite().all(1).tolist()
@@ -220,6 +207,43 @@ class _Loop:
         record.task, record.step = index + 1, 0
         if self.file is not None:
             self.file.save(record, population, self.learner)
+
+
+def take_step(
+    population: Population,
+    learner: Learner,
+    inputs: Tensor,
+    targets: Tensor,
+    step: Step,
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> float:
+    """One step of all runs: what ``learn`` repeats. Returns the seconds in ``transform_``.
+
+    Args:
+        population: Changed in place; its ``velocity`` must be there if ``momentum`` is not 0.
+        learner: After its ``before_task``.
+        inputs: Shape ``(S, B, ...)``.
+        targets: Shape ``(S, B)``.
+        step: Where this is.
+        momentum: As in :func:`learn`.
+        weight_decay: As in :func:`learn`.
+    """
+    velocity = population.velocity
+    population.gradient_(inputs, targets, step.task, step.step)
+    if weight_decay:
+        population.gradients.add_(population.parameters, alpha=weight_decay)
+    begun = time.perf_counter()
+    learner.transform_(population)
+    seconds = time.perf_counter() - begun
+    if velocity is None:
+        population.parameters.add_(population.gradients, alpha=-step.lr)
+    else:
+        velocity.mul_(momentum).add_(population.gradients)
+        population.parameters.add_(velocity, alpha=-step.lr)
+    learner.after_step(population, step)
+    return seconds
 
 
 def _population(

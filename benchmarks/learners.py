@@ -1,0 +1,300 @@
+"""Steps per second of every learner at 1 and 5 seeds, against a naive torch loop.
+
+    python -m benchmarks.learners [--seeds 1 5] [--rounds 11] [--only SGD OGD-GTL] [--out FILE.csv]
+
+The network is the paper's MLP (18,010 parameters) on embedded Rotated-MNIST, batch 10. Naive: one
+``nn.Module``, ``cross_entropy``, ``backward``, ``torch.optim.SGD`` and an index per batch. Every
+learner first learns a task and fills its memory; a contender that does not do what it promises
+(gradients of autograd, directions removed) is shown as wrong and not timed. All are timed
+interleaved, in slabs of 64 steps of the same code as ``learn`` repeats.
+
+Columns: microseconds per step of all seeds; steps per second and run against the naive loop; the
+step in units of plain SGD's at the same number of seeds; the limit for that, SGD's step plus 1.3
+times reading the learner's memory twice; megabytes of memory per run; share of the projection.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.measure import (
+    Row,
+    environment,
+    format_table,
+    interleave,
+    per_round_ratio,
+    quantiles,
+    relative_error,
+    row,
+    write_rows,
+)
+from curvlab.learners import (
+    EWC,
+    GPM,
+    OGD,
+    SGD,
+    Learner,
+    Population,
+    SGDDagger,
+    StackedMLP,
+    Step,
+    population_of,
+)
+from curvlab.learners.kwinners import HeterogeneousDropout
+from curvlab.learners.packnet import PackNet
+from curvlab.learners.powerprop import Powerpropagation
+from curvlab.learners.progressive import Progressive
+from curvlab.learners.spacenet import SpaceNet
+from curvlab.nets import mlp
+from curvlab.nets.kwinners import kwinners_mlp
+from curvlab.nets.powerprop import powerpropagate
+from curvlab.nets.progressive import progressive_mlp
+from curvlab.tasks import Task, rotated_mnist
+from curvlab.training import Evaluation, Schedule, learn
+from curvlab.training.batches import SLAB, seed_batches
+from curvlab.training.loop import take_step
+
+SIZES = (196, 50, 50, 50, 50, 10)
+SEEDS = (11, 13, 21, 33, 55)
+BATCH = 10
+NAIVE = "naive torch"
+LEAK = 1e-3  # share of a gradient left in the memory's span, at which a contender counts as wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A learner, its network, and how many tasks fill its memory."""
+
+    make: Callable[[], Learner]
+    build: Callable[[int], nn.Module] = lambda seed: mlp(SIZES, seed=seed)
+    tasks: int = 1
+
+
+CONTENDERS = {
+    "SGD": Contender(SGD),
+    "SGD-dagger k=20, 1 task": Contender(lambda: SGDDagger(k=20)),
+    "SGD-dagger k=20, 4 tasks": Contender(lambda: SGDDagger(k=20), tasks=4),
+    "SGD-dagger k=20, 4 tasks, float16": Contender(
+        lambda: SGDDagger(k=20, storage=torch.float16), tasks=4
+    ),
+    # the smaller epsilon, the more directions: few are used as rows, many as factors
+    "OGD-GTL eps=.01, 1,000 samples": Contender(lambda: OGD(0.01)),
+    "OGD-GTL eps=.001, 1,000 samples": Contender(lambda: OGD(0.001)),
+    "OGD-GTL eps=.001, dense": Contender(lambda: OGD(0.001, structured=False)),
+    "OGD all logits, 100 samples": Contender(lambda: OGD(0.01, samples=100, logits="all")),
+    "GPM, augmented biases": Contender(lambda: GPM(0.99, bias="augmented")),
+    "GPM, no biases": Contender(GPM, lambda seed: mlp(SIZES, bias=False, seed=seed)),
+    "EWC": Contender(EWC),
+    "PackNet": Contender(PackNet),
+    "SpaceNet": Contender(
+        lambda: SpaceNet((20,) * 4, (10,) * 4, (800, 200, 200, 200, 100)),
+        lambda seed: mlp(SIZES, bias=False, seed=seed),
+    ),
+    "Powerpropagation": Contender(
+        Powerpropagation, lambda seed: powerpropagate(mlp(SIZES, seed=seed))
+    ),
+    "k-winners on GPM": Contender(
+        lambda: HeterogeneousDropout(GPM(0.99)), lambda seed: kwinners_mlp(SIZES, seed=seed)
+    ),
+    "Progressive, 2 columns": Contender(
+        Progressive, lambda seed: progressive_mlp(SIZES, tasks=2, seed=seed)
+    ),
+}
+
+
+def naive(task: Task) -> Callable[[], None]:
+    """A slab of steps of the loop that everyone writes first."""
+    model = mlp(SIZES, seed=SEEDS[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(0))
+
+    def slab() -> None:
+        for step in range(SLAB):
+            chosen = order[step * BATCH : (step + 1) * BATCH]
+            optimizer.zero_grad()
+            loss = cross_entropy(model(task.train.inputs[chosen]), task.train.targets[chosen])
+            torch.autograd.backward(loss)
+            optimizer.step()
+
+    return slab
+
+
+def prepared(
+    contender: Contender, seeds: Sequence[int], tasks: Sequence[Task]
+) -> tuple[Population, Learner]:
+    """Runs that have learned their tasks and stand at the beginning of the next one."""
+    learner = contender.make()
+    population = population_of([contender.build(seed) for seed in seeds], seeds)
+    known = tasks[: contender.tasks]
+    learn(population, known, learner, Schedule(0.05), evaluation=Evaluation(train=0))
+    population.begin_task(len(known))
+    learner.before_task(population, len(known), tasks[len(known)].train)
+    return population, learner
+
+
+def steps(
+    population: Population, learner: Learner, index: int, task: Task, shares: list[float]
+) -> Callable[[], None]:
+    """A slab of the loop's steps; appends the share of time spent in the learner's transform_."""
+
+    def slab() -> None:
+        begun, inside = time.perf_counter(), 0.0
+        batches = seed_batches(task.train, population.seeds, BATCH, task=index, epoch=0)
+        for count, (inputs, targets) in enumerate(islice(batches, SLAB)):
+            step = Step(index, count, 10**6, 0, 1, 1e-4)
+            inside += take_step(population, learner, inputs, targets, step)
+        shares.append(inside / (time.perf_counter() - begun))
+
+    return slab
+
+
+def error(population: Population, learner: Learner, index: int, task: Task) -> float:
+    """What is wrong with a step: with plain gradients, or with what should have been removed."""
+    inputs, targets = next(seed_batches(task.train, population.seeds, BATCH, task=index, epoch=0))
+    population.gradient_(inputs, targets, index)
+    errors = [0.0]
+    if isinstance(population, StackedMLP):  # other networks are differentiated by autograd
+        for s, model in enumerate(population.models):
+            value = cross_entropy(model(inputs[s]), targets[s])
+            exact = torch.autograd.grad(value, list(model.parameters()))
+            truth = population.layout.flatten(exact)
+            errors.append(relative_error(population.gradients[s], truth))
+    before = population.gradients.double().norm(dim=1)
+    learner.transform_(population)
+    for s, rows in enumerate(protected(learner)):
+        errors.append(float((rows @ population.gradients[s].double()).norm() / before[s]))
+    return max(errors)
+
+
+def protected(learner: Learner) -> list[Tensor]:
+    """For each run, the orthonormal directions that its gradients may not have."""
+    if isinstance(learner, SGDDagger) and learner.memory is not None:
+        return [basis.rows().double() for basis in learner.memory.bases]
+    if isinstance(learner, OGD):
+        return learner.directions()
+    return []
+
+
+def memory_bytes(learner: Learner) -> list[int]:
+    """Of each run."""
+    noted = learner.notes[-1].get("memory_bytes", 0)
+    return list(noted) if isinstance(noted, list) else [int(noted)]
+
+
+def reading(sizes: Sequence[int], runs: int) -> Callable[[], None]:
+    """Read each run's memory twice, one run after the other, as a projection has to."""
+    bytes_of = [max(size, 4) for size in (sizes if len(sizes) == runs else list(sizes) * runs)]
+    buffers = [torch.ones(size // 4) for size in bytes_of]
+
+    def read() -> None:
+        for buffer in buffers:
+            buffer.sum()
+            buffer.sum()
+
+    return read
+
+
+def measure(
+    names: Sequence[str], seed_counts: Sequence[int], rounds: int, threads: int
+) -> list[Row]:
+    """Rows of all figures for the named contenders."""
+    tasks = rotated_mnist()
+    rows: list[Row] = []
+    for count in seed_counts:
+        calls: dict[str, Callable[[], object]] = {NAIVE: naive(tasks[0])}
+        shares: dict[str, list[float]] = {}
+        sizes: dict[str, list[int]] = {}
+        for name in names:
+            contender = CONTENDERS[name]
+            population, learner = prepared(contender, SEEDS[:count], tasks)
+            task = tasks[contender.tasks]
+            wrong = error(population, learner, contender.tasks, task)
+            rows.append(row("learners", name, "error", "", count, wrong, threads=threads))
+            if wrong <= LEAK:
+                shares[name], sizes[name] = [], memory_bytes(learner)
+                calls[name] = steps(population, learner, contender.tasks, task, shares[name])
+                calls[f"read {name}"] = reading(sizes[name], count)
+        seconds = interleave(calls, rounds=rounds, threads=threads)
+        for name in shares:
+            rows += figures(name, count, seconds, shares[name], sizes[name], threads)
+    return rows
+
+
+def figures(
+    name: str,
+    count: int,
+    seconds: dict[str, list[float]],
+    shares: list[float],
+    sizes: list[int],
+    threads: int,
+) -> list[Row]:
+    """The rows of one learner at one number of seeds."""
+    step = [second / SLAB for second in seconds[name]]
+    plain = [second / SLAB for second in seconds["SGD"]]
+    gain = per_round_ratio([second * count for second in seconds[NAIVE]], seconds[name])
+    limit = [
+        (one + 1.3 * read) / one for one, read in zip(plain, seconds[f"read {name}"], strict=True)
+    ]
+    figures = {
+        ("step", "us"): [second * 1e6 for second in step],
+        ("speed per run", "naive"): gain,
+        ("step", "SGD steps"): per_round_ratio(step, plain),
+        ("limit", "SGD steps"): limit,
+        ("memory", "MB per run"): [sum(sizes) / len(sizes) / 1e6],
+        ("transform", "share of step"): shares,
+    }
+    return [
+        row("learners", name, metric, unit, count, quantiles(values), threads=threads)
+        for (metric, unit), values in figures.items()
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line per learner and number of seeds."""
+    found: dict[tuple[str, float | str], dict[tuple[str, str], Row]] = {}
+    for entry in rows:
+        found.setdefault((entry.contender, entry.x), {})[entry.metric, entry.unit] = entry
+    columns = {
+        "us/step": ("step", "us"),
+        "x naive": ("speed per run", "naive"),
+        "x SGD": ("step", "SGD steps"),
+        "limit": ("limit", "SGD steps"),
+        "MB/run": ("memory", "MB per run"),
+        "projection": ("transform", "share of step"),
+        "error": ("error", ""),
+    }
+    lines = []
+    for (name, count), cells in sorted(found.items(), key=lambda item: float(item[0][1])):
+        shown = [f"{cells[key].p50:.3g}" if key in cells else "wrong" for key in columns.values()]
+        lines.append([name, f"{count:.0f}", *shown])
+    return format_table(["learner", "seeds", *columns], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 5])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=[], help="beginnings of learners' names")
+    parser.add_argument("--out", help="write the rows to this .csv or .json")
+    options = parser.parse_args()
+    print(environment(options.threads))
+    chosen = [
+        name
+        for name in CONTENDERS
+        if not options.only or name == "SGD" or name.startswith(tuple(options.only))
+    ]
+    rows = measure(chosen, options.seeds, options.rounds, options.threads)
+    print(table(rows))
+    if options.out:
+        print("rows in", write_rows(options.out, rows))
+
+
+if __name__ == "__main__":
+    main()
