@@ -28,7 +28,7 @@ SAMPLES = 5
 
 
 @pytest.fixture(autouse=True)
-def one_thread(pinned_threads):
+def pinned_threads():
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
 
@@ -90,7 +90,7 @@ class Tied(nn.Module):
 
 
 class Odd(nn.Module):
-    """A scalar, a non-contiguous, an unused and a frozen parameter; an integer buffer; two heads."""
+    """A scalar, a non-contiguous, an unused and a frozen parameter; integer buffer; two heads."""
 
     def __init__(self):
         super().__init__()
@@ -161,193 +161,127 @@ def checkpointed(m, x):
     return m.out(checkpoint(lambda h: torch.tanh(m.first(h)), x, use_reentrant=False))
 
 
-def stack(*layers):
-    return lambda: nn.Sequential(*(layer() for layer in layers))
+def contracted(m, x):
+    return torch.einsum("bi,bj,ijk->bk", x, torch.logsumexp(m.w[:, :, 0] * x[:, None], 2), m.w)
 
 
-def dense(*shape):
-    return lambda: nn.Linear(*shape)
+S, L = nn.Sequential, nn.Linear
 
-
+# fmt: off
 MODELS = {
-    "linear": (stack(dense(4, 3)), flat),
-    "linear without bias": (lambda: nn.Sequential(nn.Linear(4, 3, bias=False)), flat),
-    "tanh": (stack(dense(4, 4), nn.Tanh, dense(4, 3)), flat),
-    "relu": (stack(dense(4, 4), nn.ReLU, dense(4, 4), nn.ReLU, dense(4, 3)), flat),
-    "gelu": (stack(dense(4, 4), nn.GELU, dense(4, 3)), flat),
-    "gelu tanh": (stack(dense(4, 4), lambda: nn.GELU("tanh"), dense(4, 3)), flat),
-    "silu": (stack(dense(4, 4), nn.SiLU, dense(4, 3)), flat),
-    "softplus, sigmoid": (stack(dense(4, 4), nn.Softplus, dense(4, 3), nn.Sigmoid), flat),
-    "elu, mish": (stack(dense(4, 4), nn.ELU, dense(4, 3), nn.Mish), flat),
-    "prelu": (stack(dense(4, 4), nn.PReLU, dense(4, 3)), flat),
-    "glu": (stack(dense(4, 6), nn.GLU, dense(3, 3)), flat),
-    "softmax": (stack(dense(4, 4), lambda: nn.Softmax(1), dense(4, 3)), flat),
-    "bilinear": (lambda: Function(lambda m, x: m.b(x, torch.tanh(x)), b=nn.Bilinear(4, 4, 2)), flat),
+    "linear": (lambda: S(L(4, 3)), flat),
+    "linear without bias": (lambda: S(nn.Linear(4, 3, bias=False)), flat),
+    "tanh": (lambda: S(L(4, 4), nn.Tanh(), L(4, 3)), flat),
+    "relu": (lambda: S(L(4, 4), nn.ReLU(), L(4, 4), nn.ReLU(), L(4, 3)), flat),
+    "gelu": (lambda: S(L(4, 4), nn.GELU(), L(4, 3)), flat),
+    "gelu tanh": (lambda: S(L(4, 4), nn.GELU("tanh"), L(4, 3)), flat),
+    "silu": (lambda: S(L(4, 4), nn.SiLU(), L(4, 3)), flat),
+    "softplus, sigmoid": (lambda: S(L(4, 4), nn.Softplus(), L(4, 3), nn.Sigmoid()), flat),
+    "elu, mish": (lambda: S(L(4, 4), nn.ELU(), L(4, 3), nn.Mish()), flat),
+    "prelu": (lambda: S(L(4, 4), nn.PReLU(), L(4, 3)), flat),
+    "glu": (lambda: S(L(4, 6), nn.GLU(), L(3, 3)), flat),
+    "softmax": (lambda: S(L(4, 4), nn.Softmax(1), L(4, 3)), flat),
+    "bilinear": (lambda: Function(lambda m, x: m.b(x, x.tanh()), b=nn.Bilinear(4, 4, 2)), flat),
     "conv1d": (
-        lambda: nn.Sequential(nn.Conv1d(2, 2, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(4, 3)),
-        lambda: torch.randn(SAMPLES, 2, 5),
-    ),
-    "conv2d": (lambda: nn.Sequential(nn.Conv2d(1, 3, 2, padding=1), nn.Tanh(), *pooled(3)), images),
+        lambda: S(nn.Conv1d(2, 2, 3, stride=2), nn.Tanh(), nn.Flatten(), L(4, 3)),
+        lambda: torch.randn(SAMPLES, 2, 5)),
+    "conv2d": (lambda: S(nn.Conv2d(1, 3, 2, padding=1), nn.Tanh(), *pooled(3)), images),
     "conv2d grouped, dilated": (
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 2, groups=2, dilation=2, stride=2, bias=False), nn.Tanh(), *pooled(4)
-        ),
-        lambda: images(2, 5),
-    ),
+        lambda: S(nn.Conv2d(2, 4, 2, 2, groups=2, dilation=2, bias=False), nn.Tanh(), *pooled(4)),
+        lambda: images(2, 5)),
     "conv2d same, circular": (
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 2, 3, padding="same"),
-            nn.Tanh(),
-            nn.Conv2d(2, 2, 2, padding=1, padding_mode="circular"),
-            nn.Tanh(),
-            *pooled(2),
-        ),
-        images,
-    ),
+        lambda: S(nn.Conv2d(1, 2, 3, padding="same"), nn.Tanh(),
+                  nn.Conv2d(2, 2, 2, padding=1, padding_mode="circular"), nn.Tanh(), *pooled(2)),
+        images),
     "conv3d": (
-        lambda: nn.Sequential(nn.Conv3d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2)),
-        lambda: torch.randn(SAMPLES, 1, 3, 3, 3),
-    ),
+        lambda: S(nn.Conv3d(1, 2, 2), nn.Tanh(), nn.Flatten(), L(16, 2)),
+        lambda: torch.randn(SAMPLES, 1, 3, 3, 3)),
     "transposed conv": (
-        lambda: nn.Sequential(nn.ConvTranspose2d(1, 3, 2, stride=2), nn.Tanh(), *pooled(3)),
-        lambda: images(side=3),
-    ),
-    "batch norm 1d, eval": (stack(dense(4, 4), lambda: nn.BatchNorm1d(4), nn.Tanh, dense(4, 3)), flat),
+        lambda: S(nn.ConvTranspose2d(1, 3, 2, stride=2), nn.Tanh(), *pooled(3)),
+        lambda: images(side=3)),
+    "batch norm 1d, eval": (lambda: S(L(4, 4), nn.BatchNorm1d(4), nn.Tanh(), L(4, 3)), flat),
     "batch norm 2d, eval": (
-        lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), *pooled(3)),
-        images,
-    ),
+        lambda: S(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), *pooled(3)), images),
     "batch norm without affine, eval": (
-        stack(dense(4, 4), lambda: nn.BatchNorm1d(4, affine=False), nn.Tanh, dense(4, 3)),
-        flat,
-    ),
-    "layer norm": (stack(dense(4, 4), lambda: nn.LayerNorm(4), nn.Tanh, dense(4, 3)), flat),
+        lambda: S(L(4, 4), nn.BatchNorm1d(4, affine=False), nn.Tanh(), L(4, 3)), flat),
+    "layer norm": (lambda: S(L(4, 4), nn.LayerNorm(4), nn.Tanh(), L(4, 3)), flat),
     "group norm": (
-        lambda: nn.Sequential(nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), *pooled(4)),
-        images,
-    ),
+        lambda: S(nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), *pooled(4)), images),
     "instance norm": (
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 3, 2), nn.InstanceNorm2d(3, affine=True), nn.Tanh(), *pooled(3)
-        ),
-        images,
-    ),
-    "rms norm": (stack(dense(4, 4), lambda: nn.RMSNorm(4), nn.Tanh, dense(4, 3)), flat),
+        lambda: S(nn.Conv2d(1, 3, 2), nn.InstanceNorm2d(3, affine=True), nn.Tanh(), *pooled(3)),
+        images),
+    "rms norm": (lambda: S(L(4, 4), nn.RMSNorm(4), nn.Tanh(), L(4, 3)), flat),
     "local response norm": (
-        lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.LocalResponseNorm(2), *pooled(3)),
-        images,
-    ),
+        lambda: S(nn.Conv2d(1, 3, 2), nn.LocalResponseNorm(2), *pooled(3)), images),
     "max pool": (
-        lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.MaxPool2d(2), *pooled(3)),
-        images,
-    ),
+        lambda: S(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.MaxPool2d(2), *pooled(3)), images),
     "average pool": (
-        lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.AvgPool2d(2), *pooled(3)),
-        images,
-    ),
+        lambda: S(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.AvgPool2d(2), *pooled(3)), images),
     "upsampling": (
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 3, 2), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Tanh(), *pooled(3)
-        ),
-        images,
-    ),
+        lambda: S(nn.Conv2d(1, 3, 2), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Tanh(),
+                  *pooled(3)),
+        images),
     "embedding": (
-        lambda: Function(
-            lambda m, x: m.out(torch.tanh(m.table(x)).mean(1)),
-            table=nn.Embedding(5, 3),
-            out=nn.Linear(3, 3),
-        ),
-        words,
-    ),
+        lambda: Function(lambda m, x: m.out(m.table(x).tanh().mean(1)),
+                         table=nn.Embedding(5, 3), out=L(3, 3)),
+        words),
     "multi-head attention": (
-        lambda: Function(
-            lambda m, x: m.out(m.mha(x, x, x)[0].mean(1)),
-            mha=nn.MultiheadAttention(2, 2, batch_first=True),
-            out=nn.Linear(2, 3),
-        ),
-        tokens,
-    ),
+        lambda: Function(lambda m, x: m.out(m.mha(x, x, x)[0].mean(1)),
+                         mha=nn.MultiheadAttention(2, 2, batch_first=True), out=L(2, 3)),
+        tokens),
     "attention without weights": (
-        lambda: Function(
-            lambda m, x: m.out(m.mha(x, x, x, need_weights=False)[0].mean(1)),
-            mha=nn.MultiheadAttention(2, 2, batch_first=True),
-            out=nn.Linear(2, 3),
-        ),
-        tokens,
-    ),
+        lambda: Function(lambda m, x: m.out(m.mha(x, x, x, need_weights=False)[0].mean(1)),
+                         mha=nn.MultiheadAttention(2, 2, batch_first=True), out=L(2, 3)),
+        tokens),
     "scaled dot product attention": (
-        lambda: Function(attention, qkv=nn.Linear(2, 6), out=nn.Linear(2, 3)),
-        tokens,
-    ),
-    "causal attention": (
-        lambda: Function(causal, qkv=nn.Linear(2, 6), out=nn.Linear(6, 2)),
-        tokens,
-    ),
+        lambda: Function(attention, qkv=L(2, 6), out=L(2, 3)), tokens),
+    "causal attention": (lambda: Function(causal, qkv=L(2, 6), out=L(6, 2)), tokens),
     "transformer encoder layer": (
-        lambda: Function(
-            lambda m, x: m.out(m.layer(x).mean(1)),
-            layer=nn.TransformerEncoderLayer(4, 1, 2, batch_first=True),
-            out=nn.Linear(4, 2),
-        ),
-        lambda: tokens(3, 4),
-    ),
+        lambda: Function(lambda m, x: m.out(m.layer(x).mean(1)), out=L(4, 2),
+                         layer=nn.TransformerEncoderLayer(4, 1, 2, batch_first=True)),
+        lambda: tokens(3, 4)),
     "transformer decoder layer": (
-        lambda: Function(
-            lambda m, x: m.layer(x, torch.tanh(x)).mean(1),
-            layer=nn.TransformerDecoderLayer(2, 1, 2, batch_first=True, norm_first=True),
-        ),
-        tokens,
-    ),
-    "rnn": (lambda: Function(recurrent, cell=nn.RNN(2, 2, batch_first=True), out=nn.Linear(2, 3)), tokens),
-    "gru": (lambda: Function(recurrent, cell=nn.GRU(2, 2, batch_first=True), out=nn.Linear(2, 3)), tokens),
-    "lstm": (lambda: Function(recurrent, cell=nn.LSTM(2, 2, batch_first=True), out=nn.Linear(2, 3)), tokens),
+        lambda: Function(lambda m, x: m.layer(x, x.tanh()).mean(1),
+                         layer=nn.TransformerDecoderLayer(2, 1, 2, batch_first=True,
+                                                          norm_first=True)),
+        tokens),
+    "rnn": (lambda: Function(recurrent, cell=nn.RNN(2, 2, batch_first=True), out=L(2, 3)), tokens),
+    "gru": (lambda: Function(recurrent, cell=nn.GRU(2, 2, batch_first=True), out=L(2, 3)), tokens),
+    "lstm": (
+        lambda: Function(recurrent, cell=nn.LSTM(2, 2, batch_first=True), out=L(2, 3)), tokens),
     "tied weights": (Tied, words),
-    "a layer used twice": (
-        lambda: Function(twice, same=nn.Linear(4, 4), out=nn.Linear(4, 3)),
-        flat,
-    ),
+    "a layer used twice": (lambda: Function(twice, same=L(4, 4), out=L(4, 3)), flat),
     "odd parameters": (Odd, flat),
     "in-place operations": (InPlace, flat),
     "normalised weights": (
-        lambda: Function(
-            normalised,
-            direction=nn.Parameter(torch.randn(4, 4)),
-            length=nn.Parameter(torch.rand(4) + 0.5),
-            out=nn.Linear(4, 3),
-        ),
-        flat,
-    ),
+        lambda: Function(normalised, direction=nn.Parameter(torch.randn(4, 4)),
+                         length=nn.Parameter(torch.rand(4) + 0.5), out=L(4, 3)),
+        flat),
     "spectral norm, eval": (
-        lambda: nn.Sequential(
-            nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 3)
-        ),
-        flat,
-    ),
-    "dropout, eval": (stack(dense(4, 4), nn.Tanh, nn.Dropout, dense(4, 3)), flat),
+        lambda: S(nn.utils.parametrizations.spectral_norm(L(4, 4)), nn.Tanh(), L(4, 3)), flat),
+    "dropout, eval": (lambda: S(L(4, 4), nn.Tanh(), nn.Dropout(), L(4, 3)), flat),
     "custom function": (
-        lambda: Function(lambda m, x: m.out(Cube.apply(m.first(x))), first=nn.Linear(4, 4), out=nn.Linear(4, 3)),
-        flat,
-    ),
-    "checkpointed": (
-        lambda: Function(checkpointed, first=nn.Linear(4, 4), out=nn.Linear(4, 3)),
-        flat,
-    ),
+        lambda: Function(lambda m, x: m.out(Cube.apply(m.first(x))), first=L(4, 4), out=L(4, 3)),
+        flat),
+    "checkpointed": (lambda: Function(checkpointed, first=L(4, 4), out=L(4, 3)), flat),
     "einsum, logsumexp": (
-        lambda: Function(
-            lambda m, x: torch.einsum("bi,bj,ijk->bk", x, torch.logsumexp(m.w[:, :, 0] * x[:, None], 2), m.w),
-            w=nn.Parameter(torch.randn(4, 4, 3) * 0.3),
-        ),
-        flat,
-    ),
+        lambda: Function(contracted, w=nn.Parameter(torch.randn(4, 4, 3) * 0.3)), flat),
     "tiny vit": (
-        lambda: curvlab.nets.vit_cifar(2, hidden=4, depth=1, heads=2, mlp=2, side=4, patch=2, channels=1),
-        lambda: images(1, 4),
-    ),
+        lambda: curvlab.nets.vit_cifar(2, hidden=4, depth=1, heads=2, mlp=2, side=4, patch=2,
+                                       channels=1),
+        lambda: images(1, 4)),
 }
+# fmt: on
 
 # functions that torch.func cannot trace: autograd.Function without vmap rules, checkpoint
 UNTRACEABLE = {"custom function", "checkpointed"}
-SLOW_TO_TRACE = {"tiny vit", "transformer encoder layer", "transformer decoder layer", "lstm", "gru"}
+SLOW_TO_TRACE = {
+    "tiny vit",
+    "transformer encoder layer",
+    "transformer decoder layer",
+    "lstm",
+    "gru",
+}
 TRACEABLE = [
     pytest.param(name, marks=pytest.mark.slow if name in SLOW_TO_TRACE else ())
     for name in MODELS

@@ -34,7 +34,7 @@ class EmpiricalFisher(Sandwich):
     def _output_curvature(self, chunk: Chunk, output: Tensor) -> OutputCurvature:
         require_rows(chunk, output)
         _, gradient = slope(self, chunk, output)
-        return outer_products([gradient], self.problem.normaliser)
+        return outer_products(gradient[None], self.problem.normaliser)
 
 
 class Fisher(GaussNewton):
@@ -95,16 +95,17 @@ class Fisher(GaussNewton):
         if self.draws is None:
             return super()._output_curvature(chunk, output)
         require_rows(chunk, output)
-        noise = self._noise_for(chunk, output)
-        gradients: list[Tensor] = []
-        for draw in noise:
-            target = self.likelihood.draw(output, draw.to(output))
-            drawn = Chunk((None, target), chunk.weight, chunk.number, chunk.start)
-            point = output.detach().requires_grad_()
-            value = self.problem.criterion(drawn, point)
-            gradients += torch.autograd.grad(value, point)
-        terms = self.likelihood.terms(output) if self.problem.reduction == "mean" else 1
-        return outer_products(gradients, self.problem.normaliser * terms / self.draws)
+        noise = self._noise_for(chunk, output).to(output)
+        mean = self.problem.reduction == "mean"
+        # all draws as one tall batch; its mean divides by the number of draws once too often
+        tall = output.expand(len(noise), *output.shape).flatten(0, 1).detach().requires_grad_()
+        target = self.likelihood.draw(tall.detach(), noise.flatten(0, 1))
+        weight = chunk.weight * (self.draws if mean else 1)
+        value = self.problem.criterion(Chunk((None, target), weight), tall)
+        (gradient,) = torch.autograd.grad(value, tall)
+        terms = self.likelihood.terms(output) if mean else 1
+        scale = self.problem.normaliser * terms / self.draws
+        return outer_products(gradient.reshape(len(noise), *output.shape), scale)
 
     def _noise_for(self, chunk: Chunk, output: Tensor) -> Tensor:
         """``(draws, samples, ...)``: the part of the whole data set's noise that is the chunk's."""
@@ -168,15 +169,13 @@ def likelihood(loss: object) -> Likelihood:
     )
 
 
-def outer_products(gradients: Sequence[Tensor], scale: float) -> OutputCurvature:
-    """``u -> scale * sum_s c_s (c_s . u)``, sample by sample."""
+def outer_products(gradients: Tensor, scale: float) -> OutputCurvature:
+    """``u -> scale * sum_s c_s (c_s . u)`` per sample; ``gradients`` is ``(draws, N, ...)``."""
+    drawn = gradients.flatten(2)
 
     def curvature(along: Tensor) -> Tensor:
-        total = torch.zeros_like(along)
-        for gradient in gradients:
-            inner = (gradient * along).flatten(1).sum(1)
-            total += gradient * inner.reshape(-1, *[1] * (along.dim() - 1))
-        return total * scale
+        inner = torch.einsum("sno,no->sn", drawn, along.flatten(1))
+        return torch.einsum("sn,sno->no", inner, drawn).mul_(scale).reshape(along.shape)
 
     return curvature
 

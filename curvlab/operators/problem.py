@@ -222,9 +222,14 @@ class Problem:
         if not self.normaliser > 0:
             raise ValueError(f"count= adds up to {self.normaliser}: it must be positive")
         starts = itertools.accumulate((sample_count(piece) or 0 for piece in pieces), initial=0)
+        weighed = [
+            (piece, count / self.normaliser if mean else 1.0, start)
+            for piece, count, start in zip(pieces, counts, starts, strict=False)
+            if count  # a chunk that counts nothing (all targets ignored) has no mean
+        ]
         self.chunks = [
-            Chunk(piece, count / self.normaliser if mean else 1.0, number, start)
-            for number, (piece, count, start) in enumerate(zip(pieces, counts, starts))  # noqa: B905
+            Chunk(piece, weight, number, start)
+            for number, (piece, weight, start) in enumerate(weighed)
         ]
         with arithmetic(self.device, self.precision):
             self.values = []
