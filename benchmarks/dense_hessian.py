@@ -112,14 +112,8 @@ def main() -> None:
     options = parser.parse_args()
     print(environment(options.threads))
     network = SIZES[options.size]["mlp"]()
-    dtype: torch.dtype = getattr(torch, options.dtype)
-    network = Network(
-        network.name,
-        network.model.to(dtype),
-        network.loss,
-        network.inputs.to(dtype),
-        network.targets,
-    )
+    if options.dtype == "float64":
+        network = network.double()
     with pinned_threads(options.threads):
         rows = measure(network, options.rows, options.rounds, options.threads)
     print(f"n = {network.n:,}, {network.samples} samples, {options.dtype}")

@@ -6,6 +6,7 @@ statistics are those of the batch: with the initial ones activations grow from l
 the softmax saturates, and the Hessian is zero to rounding.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,9 +34,14 @@ class Network:
     def n(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    def double(self) -> "Network":
+        """A float64 copy."""
+        model = copy.deepcopy(self.model).double()
+        return Network(self.name, model, self.loss, self.inputs.double(), self.targets)
 
-def _network(name: str, model: nn.Module, classes: int, *shape: int) -> Network:
-    generator = torch.Generator().manual_seed(0)
+
+def _network(name: str, model: nn.Module, classes: int, seed: int, *shape: int) -> Network:
+    generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(*shape, generator=generator)
     targets = torch.randint(classes, (shape[0],), generator=generator)
     _settle_statistics(model, inputs)
@@ -55,14 +61,17 @@ def _settle_statistics(model: nn.Module, inputs: Tensor) -> None:
 
 
 # "full" are the sizes that the targets speak of; "small" runs in seconds, to see that all works.
-FULL: dict[str, Callable[[], Network]] = {
-    "mlp": lambda: _network("mlp", mlp(), 10, 1000, 196),
-    "resnet": lambda: _network("resnet", slim_resnet18(5), 5, 32, 3, 32, 32),
-    "vit": lambda: _network("vit", vit_cifar(2), 2, 16, 3, 32, 32),
+# The argument is the seed of the data.
+FULL: dict[str, Callable[..., Network]] = {
+    "mlp": lambda seed=0: _network("mlp", mlp(), 10, seed, 1000, 196),
+    "resnet": lambda seed=0: _network("resnet", slim_resnet18(5), 5, seed, 32, 3, 32, 32),
+    "vit": lambda seed=0: _network("vit", vit_cifar(2), 2, seed, 16, 3, 32, 32),
 }
-SMALL: dict[str, Callable[[], Network]] = {
-    "mlp": lambda: _network("mlp", mlp((40, 20, 20, 10)), 10, 200, 40),
-    "resnet": lambda: _network("resnet", slim_resnet18(5, nf=4), 5, 4, 3, 16, 16),
-    "vit": lambda: _network("vit", vit_cifar(2, hidden=32, depth=2, heads=4), 2, 4, 3, 32, 32),
+SMALL: dict[str, Callable[..., Network]] = {
+    "mlp": lambda seed=0: _network("mlp", mlp((40, 20, 20, 10)), 10, seed, 200, 40),
+    "resnet": lambda seed=0: _network("resnet", slim_resnet18(5, nf=4), 5, seed, 4, 3, 16, 16),
+    "vit": lambda seed=0: _network(
+        "vit", vit_cifar(2, hidden=32, depth=2, heads=4), 2, seed, 4, 3, 32, 32
+    ),
 }
 SIZES = {"small": SMALL, "full": FULL}

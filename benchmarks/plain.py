@@ -1,6 +1,5 @@
 """Products by plain autograd: what one writes without a tool, and in float64 the truth."""
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -59,13 +58,7 @@ PLAIN = {"hessian": plain_hessian, "gauss_newton": plain_gauss_newton}
 
 def truth(network: Network, kind: str, block: Tensor) -> Tensor:
     """The products in float64; the Hessian's must also agree with central differences."""
-    exact = Network(
-        network.name,
-        copy.deepcopy(network.model).double(),
-        network.loss,
-        network.inputs.double(),
-        network.targets,
-    )
+    exact = network.double()
     result = PLAIN[kind](exact)(block.double())
     if kind == "hessian":
         error = relative_error(_differences(exact, block[0].double()), result[0])
@@ -75,6 +68,25 @@ def truth(network: Network, kind: str, block: Tensor) -> Tensor:
                 f"{network.name}: torch's second derivative of a layer is wrong here"
             )
     return result
+
+
+def steady(make: Callable[..., Network], limit: float, tries: int = 10) -> Network:
+    """The network on the first data at which plain float32 and float64 products agree.
+
+    A ReLU unit within rounding of zero may switch between the precisions: one of 163,840 did, and
+    moved the product of a ResNet by 4e-3, with every tool in float32 agreeing to 1e-6. Such data
+    say nothing about anybody's accuracy. Only plain autograd is looked at, never a contender.
+    """
+    for seed in range(tries):
+        network = make(seed)
+        vector = torch.randn(1, network.n, generator=torch.Generator().manual_seed(2))
+        exact = plain_hessian(network.double())(vector.double())
+        if relative_error(plain_hessian(network)(vector), exact) <= limit:
+            return network
+    raise RuntimeError(
+        f"in {tries} draws of data a unit switched between float32 and float64 each time: "
+        "float32 is too coarse for this network and sample count"
+    )
 
 
 def _differences(exact: Network, vector: Tensor) -> Tensor:
