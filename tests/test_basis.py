@@ -241,7 +241,7 @@ WRONG = [
     (lambda b, v: b.project_out_(v[0, :50]), ValueError, r"\(100,\) or \(b, 100\)"),
     (lambda b, v: b.project_out_(v.int()), TypeError, "float32 or float64"),
     (lambda b, v: b.project_out_([v[0], v[1]]), ValueError, "200 elements together"),
-    (lambda b, v: b.project_out_([v[0, :50], v[0, 50:].int()]), TypeError, r"gradients\[1\]"),
+    (lambda b, v: b.project_out_([v[0, :50], v[0, 50:].int()]), TypeError, r"tensors\[1\]"),
     (lambda b, _: b.truncate(5), ValueError, "truncate needs"),
     (lambda b, _: b.rows(2, 9), ValueError, "rows 2 to 9"),
     (lambda b, _: b.merge(b), ValueError, "itself"),

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 def project_list_(basis: "Basis", tensors: Sequence[Tensor]) -> Tensor:
     """See :meth:`Basis.project_out_`."""
+    _check_count(basis, tensors, "gradients")
+    whole = basis.store.whole
+    if whole is not None:
+        return ops.project_list_(whole[0], tensors, basis.factor, whole[1])
     _check(basis, tensors, "gradients")
-    piece = _only_piece(basis)
-    if piece is not None:
-        rows, scales = piece
-        return ops.project_list_(rows, tensors, basis.factor, scales)
     flat = _flat(tensors)
     removed = basis.project_out_(flat)
     _scatter(flat, tensors)
@@ -50,22 +50,17 @@ def sgd_step_(
     momentum: float,
 ) -> Tensor:
     """See :meth:`Basis.sgd_step_`."""
+    _check_count(basis, parameters, "parameters")
+    _check_count(basis, gradients, "gradients")
+    hyper = (lr, weight_decay, momentum)
+    whole = basis.store.whole
+    if whole is not None:
+        rows, scales = whole
+        return ops.sgd_step_(
+            rows, parameters, gradients, momenta, *hyper, factor=basis.factor, scales=scales
+        )
     _check(basis, parameters, "parameters")
     _check(basis, gradients, "gradients")
-    piece = _only_piece(basis)
-    if piece is not None:
-        rows, scales = piece
-        return ops.sgd_step_(
-            rows,
-            parameters,
-            gradients,
-            momenta,
-            lr,
-            weight_decay,
-            momentum,
-            basis.factor,
-            scales,
-        )
     if momentum != 0.0 and not momenta:
         raise ValueError(f"momentum={momentum} needs momenta: one tensor of zeros per parameter")
     step = _flat(gradients)
@@ -81,21 +76,16 @@ def sgd_step_(
     return removed
 
 
-def _only_piece(basis: "Basis") -> tuple[Tensor, Tensor | None] | None:
-    """The rows and scales, if they are one piece of memory on the device."""
-    if basis.size == 0 or not basis.store.whole:
-        return None
-    _, rows, scales = next(basis.store.pieces())
-    return rows, scales
-
-
-def _check(basis: "Basis", tensors: Sequence[Tensor], name: str) -> None:
+def _check_count(basis: "Basis", tensors: Sequence[Tensor], name: str) -> None:
     total = sum([tensor.numel() for tensor in tensors])
     if total != basis.n:
         raise ValueError(
             f"{name} have {total} elements together; the basis holds vectors of {basis.n}. Pass "
             "one tensor per parameter, in the order of the parameters"
         )
+
+
+def _check(basis: "Basis", tensors: Sequence[Tensor], name: str) -> None:
     for index, tensor in enumerate(tensors):
         if tensor.dtype not in WORKING:
             raise TypeError(f"{name}[{index}] must be float32 or float64; got {tensor.dtype}")

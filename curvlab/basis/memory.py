@@ -226,14 +226,14 @@ class Basis:
         if not isinstance(vectors, Tensor):
             return gradients.project_list_(self, vectors)
         self._check(vectors)
-        if self.factor is None or self.store.whole:
+        whole = self.store.whole
+        if whole is not None:
+            return ops.project_(whole[0], vectors, self.factor, whole[1])
+        if self.factor is None:
             # Orthonormal pieces can be removed one after the other: each is fetched once.
-            parts = [
-                ops.project_(rows, vectors, self.factor, scales)
-                for _, rows, scales in self.store.pieces()
-            ]
+            parts = [ops.project_(rows, vectors) for _, rows, _ in self.store.pieces()]
             empty = vectors.new_zeros((*vectors.shape[:-1], 0), dtype=torch.float64)
-            return parts[0] if len(parts) == 1 else torch.cat([empty, *parts], -1)
+            return torch.cat([empty, *parts], -1)
         removed = solve(self.factor, self.coefficients(vectors))
         for first, rows, scales in self.store.pieces():
             part = removed[..., first : first + rows.shape[0]].contiguous()

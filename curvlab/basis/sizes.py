@@ -1,5 +1,7 @@
 """How many bytes a basis takes, and how many vectors fit."""
 
+import math
+
 import torch
 from curvlab_kernels.formats import BLOCK, LEVELS, padded
 
@@ -24,7 +26,6 @@ def basis_bytes(n: int, capacity: int, dtype: torch.dtype = torch.float32) -> in
 
 def largest_basis(n: int, available: int, dtype: torch.dtype = torch.float32) -> int:
     """The most vectors of ``n`` elements whose basis takes at most ``available`` bytes."""
-    capacity = available // row_bytes(n, dtype)
-    while capacity > 0 and basis_bytes(n, capacity, dtype) > available:
-        capacity -= 1
-    return capacity
+    row = row_bytes(n, dtype)
+    # The root of 16 c^2 + row c = available, rounded down.
+    return (math.isqrt(row**2 + 64 * available) - row) // 32

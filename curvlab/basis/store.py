@@ -17,6 +17,10 @@ class Store:
 
     Args:
         slab: Rows allocated at a time; ``None`` for all of them now.
+
+    Attributes:
+        whole: Rows and scales in use, if they are one piece of memory on the device; else ``None``.
+        working: The dtype in which rows are computed.
     """
 
     def __init__(
@@ -29,12 +33,12 @@ class Store:
         slab: int | None,
     ) -> None:
         self.n, self.capacity, self.dtype, self.device, self.tier = n, capacity, dtype, device, tier
-        self.size = 0
         self.working = torch.float64 if dtype == torch.float64 else torch.float32
         self._slab = max(capacity, 1) if slab is None else slab
         self._slabs: list[Slab] = []
         if slab is None and capacity:
             self._reserve(capacity)
+        self.size = 0
 
     def pieces(self) -> Iterator[Piece]:
         """The rows in use, on the device: everything at once where it is resident."""
@@ -50,10 +54,18 @@ class Store:
                 yield first + i, slab.rows[i : i + 1], scales
 
     @property
-    def whole(self) -> bool:
-        """Whether :meth:`pieces` gives one piece (or none)."""
-        slabs = list(self._in_use())
-        return len(slabs) <= 1 and self.tier.resident
+    def size(self) -> int:
+        """Rows in use."""
+        return self._size
+
+    @size.setter
+    def size(self, size: int) -> None:
+        self._size = size
+        # Kept, because a small model projects more often than it can afford to ask.
+        self.whole: tuple[Tensor, Tensor | None] | None = None
+        if self.tier.resident and 0 < size <= self._slabs[0].rows.shape[0]:
+            slab = self._slabs[0]
+            self.whole = slab.rows[:size], None if slab.scales is None else slab.scales[:size]
 
     def values(self, start: int, stop: int) -> Tensor:
         """Rows ``start`` to ``stop`` as numbers ``(count, n)`` of the working dtype."""

@@ -11,8 +11,9 @@ def solve(factor: Tensor | None, right: Tensor) -> Tensor:
     """``G^-1 c`` for ``c`` ``(m,)`` or rows ``(b, m)``; ``factor`` is lower, with ``G = L L'``."""
     if factor is None or right.numel() == 0:
         return right
-    columns = right.reshape(-1, right.shape[-1]).T
-    return torch.cholesky_solve(columns, factor).T.reshape(right.shape)
+    if right.dim() == 1:
+        return torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1)
+    return torch.cholesky_solve(right.T, factor).T.contiguous()
 
 
 def rank_tolerance(dtype: torch.dtype, m: int) -> float:

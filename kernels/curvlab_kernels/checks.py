@@ -71,15 +71,20 @@ def check_in_place(vectors: Tensor) -> None:
 
 def check_list(rows: Tensor, tensors: Sequence[Tensor], name: str, in_place: bool) -> None:
     """Tensors of any shapes that together have at most the rows' length."""
+    if not tensors:
+        return
+    _check_working(rows, tensors[0], f"{name}[0]")
+    dtype, device, watched = tensors[0].dtype, rows.device, in_place and torch.is_grad_enabled()
     total = 0
     for index, tensor in enumerate(tensors):
-        _check_working(rows, tensor, f"{name}[{index}]")
-        if tensor.dtype != tensors[0].dtype:
+        if tensor.dtype != dtype:
             raise TypeError(
-                f"{name} must share one dtype; {name}[0] is {tensors[0].dtype} and "
-                f"{name}[{index}] is {tensor.dtype}"
+                f"{name} must share one dtype; {name}[0] is {dtype} and {name}[{index}] is "
+                f"{tensor.dtype}"
             )
-        if in_place and tensor.requires_grad and torch.is_grad_enabled():
+        if tensor.device != device:
+            raise ValueError(f"{name}[{index}] is on {tensor.device}, rows on {device}: move one")
+        if watched and tensor.requires_grad:
             raise ValueError(f"{name}[{index}] requires a gradient: call within torch.no_grad()")
         total += tensor.numel()
     if total > rows.shape[1]:

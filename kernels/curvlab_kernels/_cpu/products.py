@@ -110,6 +110,9 @@ def _accumulate_compiled(
     stored, numbers = _arrays(rows, scales), vector.detach().numpy()
     zero = numbers.dtype.type(0)
     parts = threads.spans(vector.shape[0], rows.shape[0])
+    if len(parts) == 1:
+        loops.accumulate(*stored, numbers, total.numpy(), zero, first, *parts[0])
+        return
     sums = np.zeros((len(parts), rows.shape[0]))
 
     def work(index: int, start: int, stop: int) -> None:
@@ -129,10 +132,15 @@ def _subtract_compiled(
 ) -> None:
     stored, numbers, factors = _arrays(rows, scales), vector.detach().numpy(), weights.numpy()
 
+    parts = threads.spans(vector.shape[0], rows.shape[0])
+    if len(parts) == 1:
+        loops.subtract(*stored, factors, numbers, first, *parts[0])
+        return
+
     def work(_index: int, start: int, stop: int) -> None:
         loops.subtract(*stored, factors, numbers, first, start, stop)
 
-    threads.run(work, threads.spans(vector.shape[0], rows.shape[0]))
+    threads.run(work, parts)
 
 
 def _arrays(rows: Tensor, scales: Tensor | None) -> tuple[np.ndarray, ...]:

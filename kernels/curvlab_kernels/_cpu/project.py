@@ -105,13 +105,12 @@ def flat(group: Group, tensors: Sequence[Tensor]) -> Tensor:
     if group.in_place:
         alone: Tensor = tensors[group.members.start]
         return alone.view(-1)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors[group.members]])
+    return torch._C._nn.flatten_dense_tensors(list(tensors[group.members]))
 
 
 def scatter(group: Group, piece: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy a changed piece back into the tensors it was copied from."""
     if not group.in_place:
         targets = list(tensors[group.members])
-        parts = torch.split_with_sizes(piece, [target.numel() for target in targets])
-        shaped = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
-        torch._foreach_copy_(targets, shaped)
+        parts = torch._C._nn.unflatten_dense_tensors(piece, targets)
+        torch._foreach_copy_(targets, parts)

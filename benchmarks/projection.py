@@ -1,0 +1,259 @@
+"""The projection profiler: ``python -m benchmarks.projection [--size small|full] [--out DIR]``.
+
+For each number of parameters P and of protected directions m: what one projection moves, how fast,
+how near to the memory's own speed (STREAM read, measured in the same run), and what it leaves
+behind. Contenders are curvlab's storage dtypes, tiers and layouts, and the styles found in public
+continual-learning code. Then the projection's share of a training step, and a basis of the size of
+the ViT's at 20 tasks. Writes ``projection.csv`` and ``projection.png``.
+
+Speed is in units of torch's float32 ``mv`` + ``addmv`` on rows ``(m, P)``, interleaved with every
+contender. The leak is ``|Q g'| / |g'|`` against the basis that was asked for, in float64; ``g`` has
+half of its norm in the span. A contender that leaks is not faster: it does less.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.measure import (
+    Row,
+    environment,
+    format_table,
+    interleave,
+    per_round_ratio,
+    pinned_threads,
+    quantiles,
+    row,
+    write_rows,
+)
+from benchmarks.projection_contenders import (
+    BASELINE,
+    Contender,
+    contenders,
+    problem,
+    scratch,
+    torch_rows,
+)
+from benchmarks.projection_picture import Point, draw_roofline
+from benchmarks.projection_steps import step_overheads, vit_projection
+from curvlab.basis import basis_bytes, largest_basis
+
+SUBJECT = "projection"
+GPU_BYTES = {"24 GB": 24_000_000_000, "40 GB": 40_000_000_000, "80 GB": 80_000_000_000}
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What is measured."""
+
+    sizes: tuple[tuple[int, int], ...]  # (P, m)
+    rounds: int
+    stream_elements: int
+    networks: str
+    directions: int  # of the step overheads
+    vit: tuple[int, int]  # (P, m) of the largest basis
+    shortest: float = 0.02  # seconds of a sample
+
+
+SWEEPS = {
+    "small": Sweep(((4_000, 5), (60_000, 20)), 5, 1 << 22, "small", 10, (50_000, 40)),
+    "full": Sweep(
+        ((18_010, 100), (500_000, 20), (500_000, 100), (12_400_000, 20), (12_400_000, 100)),
+        9,
+        1 << 26,
+        "full",
+        20,
+        (11_700_000, 400),  # 4.7e9 elements
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the hardware does at best, measured in this run: bytes and flop per second."""
+
+    bandwidth: float
+    peak: float
+
+
+def machine(sweep: Sweep, threads: int) -> Machine:
+    """STREAM read (a dot product of two arrays) and the peak of a float32 matrix product."""
+    first, second = torch.ones(sweep.stream_elements), torch.ones(sweep.stream_elements)
+    side = 2048 if sweep.stream_elements > 1 << 24 else 512
+    square = torch.ones(side, side)
+    seconds = interleave(
+        {"stream": lambda: torch.dot(first, second), "gemm": lambda: square @ square},
+        rounds=sweep.rounds,
+        threads=threads,
+        shortest=sweep.shortest,
+    )
+    return Machine(
+        bandwidth=8 * sweep.stream_elements / min(seconds["stream"]),
+        peak=2 * side**3 / min(seconds["gemm"]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One contender at one size: seconds per round, and the baseline's in the same rounds."""
+
+    contender: Contender
+    size: str
+    seconds: list[float]
+    baseline: list[float]
+
+
+def measure(n: int, m: int, sweep: Sweep, threads: int, folder: Path) -> Iterator[Measured]:
+    """Every contender at one size, each interleaved with the baseline."""
+    size = f"P={n} m={m}"
+    given = problem(n, m)
+    reference = torch_rows(given)
+    first = True
+    for contender in contenders(given, folder):
+        seconds = interleave(
+            {"baseline": reference.run, "contender": contender.run},
+            rounds=sweep.rounds,
+            threads=threads,
+            shortest=sweep.shortest,
+        )
+        if first:
+            first = False
+            yield Measured(reference, size, seconds["baseline"], seconds["baseline"])
+        yield Measured(contender, size, seconds["contender"], seconds["baseline"])
+
+
+def rows_of(found: Measured, hardware: Machine, threads: int) -> list[Row]:
+    """Speed, bandwidth, bytes and leak of one contender, in the shared schema."""
+    contender = found.contender
+    speed = quantiles(per_round_ratio(found.baseline, found.seconds))
+    share = quantiles([contender.moved / s / hardware.bandwidth for s in found.seconds])
+    version = None if contender.ours else str(torch.__version__)
+    return [
+        row(
+            SUBJECT,
+            contender.name,
+            metric,
+            unit,
+            found.size,
+            value,
+            threads=threads,
+            version=version,
+        )
+        for metric, unit, value in (
+            ("speed", f"x {BASELINE}", speed),
+            ("bandwidth", "of STREAM read", share),
+            ("moved", "bytes", float(contender.moved)),
+            ("leak", "|Qg'|/|g'|", contender.leak),
+        )
+    ]
+
+
+def line_of(found: Measured, hardware: Machine) -> list[str]:
+    """One line of the printed table."""
+    contender = found.contender
+    seconds = quantiles(found.seconds).p50
+    speed = quantiles(per_round_ratio(found.baseline, found.seconds))
+    achieved = contender.moved / seconds
+    return [
+        contender.name,
+        found.size,
+        f"{contender.moved / 1e6:.1f}",
+        f"{1e3 * seconds:.3f}",
+        f"{achieved / 1e9:.1f}",
+        f"{100 * achieved / hardware.bandwidth:.0f} %",
+        f"{speed.p50:.2f} ({speed.p20:.2f}-{speed.p80:.2f})",
+        f"{contender.leak:.0e}",
+    ]
+
+
+def print_sizes(n: int, m: int) -> None:
+    """What the largest basis takes, and how many directions fit beside nothing else."""
+    lines = []
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        needed = basis_bytes(n, m, dtype)
+        fits = [
+            f"{'yes' if needed <= available else 'no'}, {largest_basis(n, available, dtype)} fit"
+            for available in GPU_BYTES.values()
+        ]
+        lines.append([str(dtype).removeprefix("torch."), f"{needed / 1e9:.1f} GB", *fits])
+    print(f"\nA basis of {m} x {n} = {m * n:.2g} elements:")
+    print(format_table(["dtype", "takes", *GPU_BYTES], lines))
+
+
+def run(size: str, out: Path, threads: int) -> list[Row]:
+    """Measure everything, print the tables, write rows and picture to ``out``."""
+    sweep = SWEEPS[size]
+    out.mkdir(parents=True, exist_ok=True)
+    with pinned_threads(threads):
+        hardware = machine(sweep, threads)
+        print(environment(threads))
+        print(f"STREAM read {hardware.bandwidth / 1e9:.1f} GB/s, ", end="")
+        print(f"float32 GEMM {hardware.peak / 1e9:.0f} Gflop/s\n")
+        rows, lines, points = list[Row](), list[list[str]](), list[Point]()
+        with scratch(out) as folder:
+            for n, m in sweep.sizes:
+                for found in measure(n, m, sweep, threads, folder):
+                    rows += rows_of(found, hardware, threads)
+                    lines.append(line_of(found, hardware))
+                    one, each = found.contender, quantiles(found.seconds).p50
+                    points.append(
+                        Point(
+                            one.name, found.size, one.flops / one.moved, one.flops / each, one.ours
+                        )
+                    )
+            header = ["contender", "size", "MB moved", "ms", "GB/s", "of STREAM"]
+            print(format_table([*header, "x torch float32", "leak"], lines))
+            rows += _overheads(sweep, threads)
+            rows += _largest(sweep, threads, folder)
+    print_sizes(*sweep.vit)
+    write_rows(out / "projection.csv", rows)
+    draw_roofline(
+        out / "projection.png", points, hardware.bandwidth, hardware.peak, environment(threads)
+    )
+    return rows
+
+
+def _overheads(sweep: Sweep, threads: int) -> list[Row]:
+    rows, lines = [], []
+    found = step_overheads(sweep.networks, sweep.directions, sweep.rounds, threads, sweep.shortest)
+    for network, dtype, share in found:
+        name = f"curvlab {dtype}, m={sweep.directions}"
+        rows.append(
+            row(SUBJECT, name, "overhead", "training steps", network, share, threads=threads)
+        )
+        spread = f"({100 * share.p20:.1f}-{100 * share.p80:.1f})"
+        lines.append([network, name, f"{100 * share.p50:.1f} % {spread}"])
+    print("\nProjection of a model's gradients, in units of one training step at batch 10:")
+    print(format_table(["network", "memory", "share"], lines))
+    return rows
+
+
+def _largest(sweep: Sweep, threads: int, folder: Path) -> list[Row]:
+    n, m = sweep.vit
+    size, rows = f"P={n} m={m}", []
+    for where, moved, seconds, bandwidth in vit_projection(n, m, 3, threads, folder):
+        name = f"curvlab int8 {where}"
+        share = quantiles([moved / s / b for s, b in zip(seconds, bandwidth, strict=True)])
+        rows.append(row(SUBJECT, name, "bandwidth", "of STREAM read", size, share, threads=threads))
+        print(
+            f"\n{name}, {size} ({n * m:.2g} elements): {quantiles(seconds).p50:.3f} s per "
+            f"projection, {moved / 1e9:.2f} GB moved, {100 * share.p50:.0f} % of STREAM read"
+        )
+    return rows
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size", choices=list(SWEEPS), default="small")
+    parser.add_argument("--out", type=Path, default=Path("results/projection"))
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    run(arguments.size, arguments.out, arguments.threads)
+
+
+if __name__ == "__main__":
+    main()
