@@ -28,7 +28,7 @@ from benchmarks.networks import SIZES, Network
 from curvlab.learners import SGD, Learner, Population, SGDDagger, Step, population_of
 from curvlab.learners.statistics import BatchNormPolicy
 from curvlab.tasks.samples import Samples
-from curvlab.training.loop import take_step
+from curvlab.training.step import take_step
 
 BATCH = 10
 STEP = Step(task=1, step=0, steps=1, epoch=0, epochs=1, lr=1e-6)

@@ -58,7 +58,7 @@ from curvlab.nets.progressive import progressive_mlp
 from curvlab.tasks import Task, rotated_mnist
 from curvlab.training import Evaluation, Schedule, learn
 from curvlab.training.batches import SLAB, seed_batches
-from curvlab.training.loop import take_step
+from curvlab.training.step import take_step
 
 SIZES = (196, 50, 50, 50, 50, 10)
 SEEDS = (11, 13, 21, 33, 55)

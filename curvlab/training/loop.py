@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from curvlab.learners import Learner, Population, Step
 from curvlab.learners.stacked import population_of
@@ -21,6 +21,7 @@ from curvlab.training.progress import Progress
 from curvlab.training.record import Checkpoint, Record, data_digest, tensor_bytes
 from curvlab.training.run import Run
 from curvlab.training.schedule import Schedule
+from curvlab.training.step import take_step
 
 Models = Population | nn.Module | Sequence[nn.Module] | Callable[[int], nn.Module]
 
@@ -207,43 +208,6 @@ class _Loop:
         record.task, record.step = index + 1, 0
         if self.file is not None:
             self.file.save(record, population, self.learner)
-
-
-def take_step(
-    population: Population,
-    learner: Learner,
-    inputs: Tensor,
-    targets: Tensor,
-    step: Step,
-    *,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-) -> float:
-    """One step of all runs: what ``learn`` repeats. Returns the seconds in ``transform_``.
-
-    Args:
-        population: Changed in place; its ``velocity`` must be there if ``momentum`` is not 0.
-        learner: After its ``before_task``.
-        inputs: Shape ``(S, B, ...)``.
-        targets: Shape ``(S, B)``.
-        step: Where this is.
-        momentum: As in :func:`learn`.
-        weight_decay: As in :func:`learn`.
-    """
-    velocity = population.velocity
-    population.gradient_(inputs, targets, step.task, step.step)
-    if weight_decay:
-        population.gradients.add_(population.parameters, alpha=weight_decay)
-    begun = time.perf_counter()
-    learner.transform_(population)
-    seconds = time.perf_counter() - begun
-    if velocity is None:
-        population.parameters.add_(population.gradients, alpha=-step.lr)
-    else:
-        velocity.mul_(momentum).add_(population.gradients)
-        population.parameters.add_(velocity, alpha=-step.lr)
-    learner.after_step(population, step)
-    return seconds
 
 
 def _population(
