@@ -167,11 +167,11 @@ def _guess(values: Tensor, tail: Tensor, epsilon: float) -> int:
     total = float(squares.sum()) + rest
     missing = rest - epsilon * total
     if rate >= -1e-9:
-        return 2 * k
+        return 4 * k
     # sum of squares[-1] * exp(rate * i), i = 1..j, reaches what is missing
     ratio = 1.0 - missing * (1.0 - math.exp(rate)) / (float(squares[-1]) * math.exp(rate))
-    more = math.log(ratio) / rate if ratio > 0.0 else k
-    return min(2 * k, k + max(4, math.ceil(1.25 * more)))
+    more = math.log(ratio) / rate if ratio > 0.0 else 3 * k
+    return min(4 * k, k + max(4, math.ceil(1.25 * more)))
 
 
 def _selected(

@@ -5,8 +5,20 @@ global generators are not touched, and weights do not depend on device or dtype:
 float32 on the CPU, then converted.
 """
 
+from curvlab.nets.kwinners import kwinners_mlp
 from curvlab.nets.mlp import mlp
+from curvlab.nets.powerprop import powerpropagate
+from curvlab.nets.progressive import progressive_mlp
 from curvlab.nets.resnet import BatchNorm, freeze_batch_norm, slim_resnet18
 from curvlab.nets.vit import vit_cifar
 
-__all__ = ["BatchNorm", "freeze_batch_norm", "mlp", "slim_resnet18", "vit_cifar"]
+__all__ = [
+    "BatchNorm",
+    "freeze_batch_norm",
+    "kwinners_mlp",
+    "mlp",
+    "powerpropagate",
+    "progressive_mlp",
+    "slim_resnet18",
+    "vit_cifar",
+]
