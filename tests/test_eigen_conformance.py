@@ -1,10 +1,14 @@
 """Prescribed spectra: what is reported as converged and complete is right, at a bounded cost."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
 from curvlab.eigen import block_lanczos, lanczos
+from curvlab.eigen.hidden import Chain, emerging
+from curvlab.eigen.selection import Edge
 
 TOLERANCES = {torch.float64: (1e-3, 1e-8), torch.float32: (1e-3, 1e-4)}
 
@@ -210,6 +214,43 @@ def test_explicit_verification_costs_one_product_per_pair_and_agrees():
     true = true_residuals(checked, Diagonal(values))
     assert torch.allclose(checked.residuals, true, rtol=1e-6, atol=1e-14)
     assert (cheap.residuals >= true * (1 - 1e-9)).all()
+
+
+@pytest.mark.parametrize("multiplicity", ["certify", "skip"])
+@pytest.mark.parametrize("solver", [lanczos, block_lanczos])
+def test_residuals_are_the_true_ones_up_to_rounding(solver, multiplicity):
+    operator = Diagonal(SPECTRA["Hessian"])
+    pairs = solver(operator, 8, tol=1e-3, multiplicity=multiplicity)
+    true = true_residuals(pairs, operator)
+    assert float(true.max()) > 1e-5  # there is something to measure
+    assert (true <= pairs.residuals * (1 + 1e-9)).all()
+    assert (pairs.residuals <= true * (1 + 1e-9) + pairs.floor).all()
+
+
+def test_a_wanted_vector_that_is_just_emerging_is_noticed():
+    ends = [Edge(7.0, 1)]
+    values = torch.tensor([5.0, 0.9, 0.2, -0.3], dtype=torch.float64)
+    strong = torch.tensor([[4.9, 0.1, 0.1, 0.1]], dtype=torch.float64)
+    weak = torch.tensor([[0.3, 0.4, 0.3, 0.2]], dtype=torch.float64)
+    found = emerging(values, strong, ends, 0.5)
+    assert found is not None
+    assert found.tolist() == [True, False, False, False]
+    assert emerging(values, weak, ends, 0.5) is None
+    assert emerging(-values, strong, ends, 0.5) is None
+    assert emerging(-values, strong, [Edge(-7.0, -1)], 0.5) is not None
+
+
+def test_the_doubt_falls_as_the_chain_grows_and_is_that_of_a_normal_variable():
+    chain = Chain(0, [Edge(2.0, 1)], [[]])
+    assert chain.doubt(100) == pytest.approx(1.0)
+    doubts = []
+    for _ in range(6):
+        chain.alphas.append(0.0)
+        chain.betas.append(0.5)
+        doubts.append(chain.doubt(100))
+    assert all(later < earlier for earlier, later in pairwise(doubts))
+    # after one step: sum p_i(2)^2 = 1 + (2 / 0.5)^2 = 17, so P(g^2 < 100 / 17)
+    assert doubts[0] == pytest.approx(0.98470, abs=1e-4)
 
 
 def test_a_tolerance_below_the_precision_ends_with_that_reason():

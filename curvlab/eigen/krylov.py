@@ -77,13 +77,16 @@ class Krylov:
 
     @property
     def noise(self) -> float:
-        """Norm of the error of one product, as seen by ``H - H'``.
+        """Norm of the error of one product, as seen by ``H - H'``; 0 where rounding explains it.
 
-        An error without preferred direction has only ``1 / sqrt(n)`` of its norm along a row.
+        An error without preferred direction has only ``1 / sqrt(n)`` of its norm along a row, and
+        coefficients are themselves rounded, to a few units of the working precision.
         """
         if self.asymmetry_count == 0:
             return 0.0
-        return math.sqrt(self.asymmetry_squares / self.asymmetry_count * self.n / 2.0)
+        rounding = 8.0 * float(torch.finfo(self.rows.dtype).eps) * self.norm
+        excess = self.asymmetry_squares / self.asymmetry_count - rounding**2
+        return math.sqrt(max(0.0, excess) * self.n / 2.0)
 
     def row(self, index: int) -> Tensor:
         """Row ``index`` without its padding, ``(n,)``."""

@@ -11,7 +11,7 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from curvlab.operators import Dense
+from curvlab.operators import Dense, Operator
 from curvlab.probe import Certificate, LinearOperator, OperatorError, probe
 
 ORTHONORMAL = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -56,6 +56,7 @@ class Products:
 
     Attributes:
         count: Products with ``A`` so far; a block of ``b`` counts ``b``.
+        error: Relative error of a product, as the probe measured it.
         dtype: Of the working vectors: float64 for a float64 operator, else float32.
     """
 
@@ -66,6 +67,7 @@ class Products:
         self.dtype = torch.float64 if operator.dtype == torch.float64 else torch.float32
         self.eps = float(torch.finfo(operator.dtype).eps)
         self.count = 0
+        self.error = 0.0
         self.deflation = _deflation(deflate, self)
         self.room = self.n - (0 if self.deflation is None else self.deflation.size)
 
@@ -73,12 +75,20 @@ class Products:
         """The operator's own certificate, or a new one; raises if the operator failed it."""
         certificate = self._known()
         if certificate is None:
-            certificate = probe(self.operator, seed=seed, limit=limit)
+            if isinstance(self.operator, Operator) and limit is None:
+                certificate = self.operator.certificate  # which it keeps for the next solve
+            else:
+                certificate = probe(self.operator, seed=seed, limit=limit)
             self.count += certificate.products
         elif limit is not None:
             certificate = replace(certificate, limit=limit)
         certificate.require()
+        self.trust(certificate)
         return certificate
+
+    def trust(self, certificate: Certificate) -> None:
+        """Take the error of a product from a certificate."""
+        self.error = max(certificate.linearity, certificate.repeatability)
 
     def _known(self) -> Certificate | None:
         """A certificate that needs no products: one already measured, or that of a matrix."""

@@ -55,6 +55,8 @@ def run(
     if keeping.resumes and keeping.checkpoint is not None:
         certificate, spent = read_checkpoint(keeping.checkpoint, solver, asked=asked)
         began -= spent
+        if certificate is not None:
+            products.trust(certificate)
     else:
         solver.start(start)
 

@@ -68,8 +68,10 @@ class Solver:
         """How far a residual known from the decomposition can be below the true one."""
         krylov = self.krylov
         work_eps = float(torch.finfo(self.products.dtype).eps)
-        rounding = 4.0 * work_eps * krylov.norm * math.sqrt(1.0 + krylov.restarts)
-        return rounding + 2.0 * krylov.noise + krylov.lost
+        turns = 1.0 + krylov.restarts + self.finds  # each rewrites the rows, with its rounding
+        rounding = 6.0 * work_eps * krylov.norm * math.sqrt(turns)
+        measured = max(krylov.noise, self.products.error * krylov.norm)
+        return rounding + 2.0 * measured + krylov.lost
 
     @property
     def floor(self) -> float:
@@ -117,7 +119,8 @@ class Solver:
         """
         options = self.options
         asked = tolerances(values, options.tol, options.relative_to, self.krylov.norm)
-        return torch.maximum(asked - self.loss, torch.full_like(asked, self.floor / 4.0))
+        # Some more than the loss known so far: a check at the end may find it larger.
+        return torch.maximum(asked - 4.0 * self.loss, torch.full_like(asked, self.floor / 4.0))
 
     def _search_step(self) -> None:
         krylov = self.krylov
