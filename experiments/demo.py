@@ -123,8 +123,8 @@ def figure(runs: dict[tuple[str, str], list[Run]], pairs: Eigenpairs, path: Path
             steps = range(1, curve.shape[1] + 1)
             axis.errorbar(steps, curve.mean(0), yerr=curve.std(0), fmt=style, capsize=2, label=name)
         axis.set(title=f"{rate} learning rate", xlabel="task t", ylabel="E(t), accuracy")
+        axis.set(ylim=(-0.06, 0.66), xticks=list(steps))  # one scale: the rates are to be compared
         axis.axhline(0.0, color="0.7", lw=0.8)
-    axes[1].sharey(axes[2])
     axes[1].legend()
     plots.savefig(path, dpi=150)
     plt.close(plots)
