@@ -105,7 +105,7 @@ def scipy_solver(product: Callable[[Tensor], Tensor], n: int, k: int) -> Solver:
     def run(tol: float) -> Answer:
         count = 0
 
-        def matvec(vector: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+        def matvec(vector: np.ndarray) -> np.ndarray:
             nonlocal count
             count += 1
             image = product(torch.from_numpy(np.ascontiguousarray(vector.reshape(-1))))
@@ -209,7 +209,7 @@ def benchmark(found: Problem, k: int, tol: float, rounds: int, power: bool) -> l
             lines[name][2] = str(answer[2])
             if own != tol:
                 lines[name][4] = f"ok, its tol {own:.0e}"
-    calls = {name: (lambda n=name: table[n][1](passed[n][0])) for name in passed}  # type: ignore[misc]
+    calls = {name: (lambda n=name: table[n][1](passed[n][0])) for name in passed}
     unit = {"gradient": found.gradient} if found.gradient else {}
     seconds = interleave({**unit, **calls}, rounds=rounds, warmup=0, threads=THREADS)
     rows = []
