@@ -100,6 +100,7 @@ def _projection(n: int, m: int, dtype: torch.dtype) -> list[Case]:
     short, tall = Problem(SHORT, m, dtype, vectors), Problem(60_000, 40_000, dtype, vectors)
     wide = Problem(LONG, 400, dtype, vectors)  # a list of FAR columns would need a large index
     few, far_few = Problem(n, 5, dtype, vectors), Problem(FAR, 5, dtype, vectors)
+    few_long = Problem(2**29 + 3, 5, dtype, vectors)  # 2.7e9 elements
     return [
         Case("project", long, far, lambda p: _project(p), 2, 3),
         Case("project, short", short, tall, lambda p: _project(p), 2, 3),
@@ -108,6 +109,8 @@ def _projection(n: int, m: int, dtype: torch.dtype) -> list[Case]:
         Case("coefficients, 5 rows", few, far_few, _coefficients, 1, 1),
         Case("project list", long, wide, _project_list, 2, 3),
         Case("project list, short", short, tall, _project_list, 2, 3),
+        Case("project list, 5 rows", few, few_long, _project_list, 2, 3),
+        Case("SGD step, 5 rows", few, few_long, lambda p: _sgd(p, 0.1, 0.9), 2, 7),
         Case("SGD step", long, wide, lambda p: _sgd(p, 0.1, 0.9), 2, 7),
         Case("SGD step, short", short, tall, lambda p: _sgd(p, 0.1, 0.9), 2, 7),
         Case("SGD step, plain", long, wide, lambda p: _sgd(p, 0.0, 0.0), 2, 4),

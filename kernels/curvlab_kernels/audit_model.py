@@ -66,7 +66,9 @@ def _bytes(tensor: Any) -> int:
 
 
 def _partials(given: dict[str, Any]) -> Traffic:
-    vectors = given["count"] * given["n"] * given["vectors"].element_size()
+    # A Gram matrix takes the rows themselves for vectors.
+    other = given["vectors"] is not given["rows"]
+    vectors = other * given["count"] * given["n"] * given["vectors"].element_size()
     return Traffic(_basis(given), vectors, _bytes(given["partials"]))
 
 

@@ -100,6 +100,7 @@ def list_coefficients(
     m = rows.shape[0]
     work = work_dtype(example, rows)
     tile_rows, columns = dot_shape(rows.dtype, m, 1, work)
+    columns = min(columns, 4096 // tile_rows)  # the gather needs registers too: see the audit
     groups = -(-m // tile_rows)
     chunks, tiles = chunking(where.n, columns, groups)
     partials = torch.empty(chunks, m, dtype=torch.float64, device=rows.device)
