@@ -38,14 +38,8 @@ def draw_roofline(
     ridge = peak / bandwidth
     corners = [low, ridge, max(high, 2 * ridge)]
     roof = [low * bandwidth, peak, peak]
-    axes.loglog(corners, [y / 1e9 for y in roof], color="black", linewidth=1.5)
-    axes.annotate(
-        f"STREAM read {bandwidth / 1e9:.0f} GB/s",
-        (low * 1.1, low * 1.1 * bandwidth / 1e9),
-        rotation=32,
-        va="bottom",
-        fontsize=8,
-    )
+    label = f"STREAM read {bandwidth / 1e9:.0f} GB/s, GEMM {peak / 1e9:.0f} Gflop/s"
+    axes.loglog(corners, [y / 1e9 for y in roof], color="black", linewidth=1.5, label=label)
     names = list(dict.fromkeys(point.name for point in points))
     sizes = list(dict.fromkeys(point.size for point in points))
     markers = "osD^vP*X"

@@ -111,7 +111,7 @@ import torch
 from curvlab.basis import Basis, MappedFile
 
 torch.set_num_threads(1)
-folder, n, rows = sys.argv[1], 500_000, 120  # 240 MB in float32
+folder, n, rows = sys.argv[1], 250_000, 120  # 120 MB in float32
 generator = torch.Generator().manual_seed(0)
 warm = Basis(1000, 4)
 warm.extend(torch.randn(4, 1000, generator=generator))
@@ -125,7 +125,7 @@ def data_bytes():
 
 
 # Anonymous memory only: a mapped file does not count, and neither would its pages be kept.
-limit = data_bytes() + 150_000_000
+limit = data_bytes() + 90_000_000
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 try:
     Basis(n, rows)

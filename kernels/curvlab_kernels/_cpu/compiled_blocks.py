@@ -32,6 +32,8 @@ def _accumulate(
 ) -> None:
     """``total += (rows * scales)[:, first + start : first + stop] @ vector[start:stop]``."""
     m = rows.shape[0]
+    last = m - 1
+    sums = np.zeros(8, np.float64)
     for low in range(start, stop, TILE):
         high = min(low + TILE, stop)
         head = min(low + (-(first + low)) % BLOCK, high)  # columns before the first whole block
@@ -46,40 +48,42 @@ def _accumulate(
             if tail < high:
                 part = _dot_part(rows[i, first + tail : first + high], vector[tail:high], zero)
                 total[i] += part * scales[i, (first + tail) // BLOCK]
-        i = 0
-        while i + 4 <= m:
+        for i in range(0, m, 8):
             row0, scale0 = rows[i, column:], scales[i, block:]
-            row1, scale1 = rows[i + 1, column:], scales[i + 1, block:]
-            row2, scale2 = rows[i + 2, column:], scales[i + 2, block:]
-            row3, scale3 = rows[i + 3, column:], scales[i + 3, block:]
+            row1, scale1 = rows[min(i + 1, last), column:], scales[min(i + 1, last), block:]
+            row2, scale2 = rows[min(i + 2, last), column:], scales[min(i + 2, last), block:]
+            row3, scale3 = rows[min(i + 3, last), column:], scales[min(i + 3, last), block:]
+            row4, scale4 = rows[min(i + 4, last), column:], scales[min(i + 4, last), block:]
+            row5, scale5 = rows[min(i + 5, last), column:], scales[min(i + 5, last), block:]
+            row6, scale6 = rows[min(i + 6, last), column:], scales[min(i + 6, last), block:]
+            row7, scale7 = rows[min(i + 7, last), column:], scales[min(i + 7, last), block:]
             sum0, sum1, sum2, sum3 = zero, zero, zero, zero
+            sum4, sum5, sum6, sum7 = zero, zero, zero, zero
             for b in range(blocks):
                 part0, part1, part2, part3 = zero, zero, zero, zero
+                part4, part5, part6, part7 = zero, zero, zero, zero
                 for j in range(b * BLOCK, b * BLOCK + BLOCK):
                     element = whole[j]
                     part0 += np.float32(row0[j]) * element
                     part1 += np.float32(row1[j]) * element
                     part2 += np.float32(row2[j]) * element
                     part3 += np.float32(row3[j]) * element
+                    part4 += np.float32(row4[j]) * element
+                    part5 += np.float32(row5[j]) * element
+                    part6 += np.float32(row6[j]) * element
+                    part7 += np.float32(row7[j]) * element
                 sum0 += part0 * scale0[b]
                 sum1 += part1 * scale1[b]
                 sum2 += part2 * scale2[b]
                 sum3 += part3 * scale3[b]
-            total[i] += sum0
-            total[i + 1] += sum1
-            total[i + 2] += sum2
-            total[i + 3] += sum3
-            i += 4
-        while i < m:
-            row0, scale0 = rows[i, column:], scales[i, block:]
-            sum0 = zero
-            for b in range(blocks):
-                part0 = zero
-                for j in range(b * BLOCK, b * BLOCK + BLOCK):
-                    part0 += np.float32(row0[j]) * whole[j]
-                sum0 += part0 * scale0[b]
-            total[i] += sum0
-            i += 1
+                sum4 += part4 * scale4[b]
+                sum5 += part5 * scale5[b]
+                sum6 += part6 * scale6[b]
+                sum7 += part7 * scale7[b]
+            sums[0], sums[1], sums[2], sums[3] = sum0, sum1, sum2, sum3
+            sums[4], sums[5], sums[6], sums[7] = sum4, sum5, sum6, sum7
+            for k in range(min(8, m - i)):
+                total[i + k] += sums[k]
 
 
 def _subtract(
@@ -87,6 +91,8 @@ def _subtract(
 ) -> None:
     """``vector[start:stop] -= weights @ (rows * scales)[:, first + start : first + stop]``."""
     m = rows.shape[0]
+    last = m - 1
+    w = np.zeros(8, weights.dtype)
     for low in range(start, stop, TILE):
         high = min(low + TILE, stop)
         head = min(low + (-(first + low)) % BLOCK, high)
@@ -101,27 +107,30 @@ def _subtract(
             if tail < high:
                 weight = weights[i] * scales[i, (first + tail) // BLOCK]
                 _add_part(rows[i, first + tail : first + high], weight, vector[tail:high])
-        i = 0
-        while i + 4 <= m:
+        for i in range(0, m, 8):
+            for k in range(8):
+                w[k] = weights[i + k] if i + k < m else 0.0
             row0, scale0 = rows[i, column:], scales[i, block:]
-            row1, scale1 = rows[i + 1, column:], scales[i + 1, block:]
-            row2, scale2 = rows[i + 2, column:], scales[i + 2, block:]
-            row3, scale3 = rows[i + 3, column:], scales[i + 3, block:]
+            row1, scale1 = rows[min(i + 1, last), column:], scales[min(i + 1, last), block:]
+            row2, scale2 = rows[min(i + 2, last), column:], scales[min(i + 2, last), block:]
+            row3, scale3 = rows[min(i + 3, last), column:], scales[min(i + 3, last), block:]
+            row4, scale4 = rows[min(i + 4, last), column:], scales[min(i + 4, last), block:]
+            row5, scale5 = rows[min(i + 5, last), column:], scales[min(i + 5, last), block:]
+            row6, scale6 = rows[min(i + 6, last), column:], scales[min(i + 6, last), block:]
+            row7, scale7 = rows[min(i + 7, last), column:], scales[min(i + 7, last), block:]
             for b in range(blocks):
-                w0, w1 = weights[i] * scale0[b], weights[i + 1] * scale1[b]
-                w2, w3 = weights[i + 2] * scale2[b], weights[i + 3] * scale3[b]
+                w0, w1 = w[0] * scale0[b], w[1] * scale1[b]
+                w2, w3 = w[2] * scale2[b], w[3] * scale3[b]
+                w4, w5 = w[4] * scale4[b], w[5] * scale5[b]
+                w6, w7 = w[6] * scale6[b], w[7] * scale7[b]
                 for j in range(b * BLOCK, b * BLOCK + BLOCK):
-                    whole[j] -= (np.float32(row0[j]) * w0 + np.float32(row1[j]) * w1) + (
+                    upper = (np.float32(row0[j]) * w0 + np.float32(row1[j]) * w1) + (
                         np.float32(row2[j]) * w2 + np.float32(row3[j]) * w3
                     )
-            i += 4
-        while i < m:
-            row0, scale0 = rows[i, column:], scales[i, block:]
-            for b in range(blocks):
-                w0 = weights[i] * scale0[b]
-                for j in range(b * BLOCK, b * BLOCK + BLOCK):
-                    whole[j] -= np.float32(row0[j]) * w0
-            i += 1
+                    lower = (np.float32(row4[j]) * w4 + np.float32(row5[j]) * w5) + (
+                        np.float32(row6[j]) * w6 + np.float32(row7[j]) * w7
+                    )
+                    whole[j] -= upper + lower
 
 
 accumulate = compiled(_accumulate)

@@ -7,12 +7,9 @@ while the first pass is subtracted from it and the coefficients of the second ar
 import torch
 from torch import Tensor
 
-from curvlab_kernels._cpu.products import accumulate, subtract
+from curvlab_kernels._cpu.products import subtract, subtract_and_accumulate
 from curvlab_kernels._cpu.project import coefficients, project_
 from curvlab_kernels.block import norm, normalise_, orthonormalise_with_
-
-RESIDENT = 1 << 18  # elements of the basis that stay in the second-level cache
-
 
 __all__ = ["lanczos_step_", "norm", "orthonormalise_", "orthonormalise_block_"]
 
@@ -21,7 +18,7 @@ def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`curvlab_kernels.reference.orthonormalise_`."""
     before = norm(vector)
     removed = coefficients(rows, vector)
-    again = _subtract_and_measure(rows, removed, vector)
+    again = subtract_and_accumulate(rows, removed, vector)
     subtract(rows, None, 0, again, vector)
     return removed + again, normalise_(vector, before, rows.shape[0])
 
@@ -33,7 +30,7 @@ def lanczos_step_(
     before = norm(vector)
     if previous_beta is None:
         removed = coefficients(rows, vector)
-        again = _subtract_and_measure(rows, removed, vector)
+        again = subtract_and_accumulate(rows, removed, vector)
     else:
         removed = vector.new_zeros(rows.shape[0], dtype=torch.float64)
         removed[-2] = previous_beta
@@ -52,14 +49,3 @@ def lanczos_step_(
 def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:
     """See :func:`curvlab_kernels.reference.orthonormalise_block_`."""
     return orthonormalise_with_(lambda vectors: project_(rows, vectors), block, rows.shape[0])
-
-
-def _subtract_and_measure(rows: Tensor, weights: Tensor, vector: Tensor) -> Tensor:
-    """``w -= M' c``, and ``M w`` of the result, in one reading of the basis."""
-    total = torch.zeros_like(weights)
-    width = max(RESIDENT // max(rows.shape[0], 1), 1024)
-    for first in range(0, vector.shape[0], width):
-        piece = vector[first : first + width]
-        subtract(rows, None, first, weights, piece)
-        accumulate(rows, None, first, piece, total)
-    return total
