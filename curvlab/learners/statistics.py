@@ -47,6 +47,8 @@ class RunningStatistics:
     def begin_task(self, task: int) -> None:
         """Fix or restart the statistics, as the policy says."""
         self.resume_task(task)
+        if task == 0:
+            self._kept = {}
         if self.policy == "per_task" and task > 0:
             for layers in self._layers:
                 for layer in layers.values():

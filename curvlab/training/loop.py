@@ -86,8 +86,7 @@ def learn(
         "dtype": str(population.dtype),
         "tasks": [task.name for task in tasks],
     }
-    if momentum > 0.0:
-        population.velocity = torch.zeros_like(population.parameters)
+    population.velocity = torch.zeros_like(population.parameters) if momentum > 0.0 else None
     record = Record.start(population, tasks)
     file = None
     if checkpoint is not None:

@@ -30,8 +30,9 @@ class Run:
             if they were not kept.
         buffers: Buffers of the model after each task, ``(T, ...)`` by name; empty without any.
         notes: One dictionary per task: the learner's own (directions kept, bytes), and the loop's
-            ``steps``, ``train_seconds``, ``transform_seconds`` (in ``learner.transform_``, all
-            seeds together), ``after_task_seconds`` and ``evaluate_seconds``.
+            ``steps``, ``train_seconds``, ``transform_seconds`` (in ``learner.transform_``; on a
+            GPU the time to launch it), ``after_task_seconds`` and ``evaluate_seconds``, all of
+            all seeds together.
         config: Every setting of the run, the policy for BatchNorm included.
     """
 
