@@ -206,6 +206,20 @@ def test_lanczos_steps_work_beside_deflated_rows(kernels, generator):
     assert (torch.linalg.eigvalsh(small)[-5:] - exact).abs().max() <= 1e-4
 
 
+def test_a_product_that_lies_mostly_in_other_rows_gets_another_pass(kernels, generator):
+    """The recurrence sees two rows only; the first full pass then takes nearly everything."""
+    n = 3000
+    rows = orthonormal(8, n, torch.float32, generator)
+    other = torch.randn(n, generator=generator)
+    w = 3e4 * rows[:6, :n].sum(0) + 0.5 * rows[6, :n] + 2.0 * rows[7, :n] + other / other.norm()
+    exact = w.double()
+    alpha, beta, removed = kernels.lanczos_step_(rows, w, 0.5)
+    assert departure(torch.cat([rows[:, :n], w.unsqueeze(0)])) <= ORTHOGONAL[torch.float32]
+    assert (removed - rows[:, :n].double() @ exact).abs().max() <= 1e-6 * exact.norm()
+    assert alpha == removed[-1]
+    assert 0.9 < float(beta) < 1.1
+
+
 def test_an_exhausted_space_ends_with_beta_zero(kernels, generator):
     matrix, _ = spectrum_operator(12, torch.arange(1.0, 13.0).double(), generator)
     rows, small = run_lanczos(kernels, matrix, 20, torch.float64, generator)
