@@ -113,9 +113,12 @@ from curvlab.basis import Basis, MappedFile
 torch.set_num_threads(1)
 folder, n, rows = sys.argv[1], 250_000, 120  # 120 MB in float32
 generator = torch.Generator().manual_seed(0)
-warm = Basis(1000, 4)
-warm.extend(torch.randn(4, 1000, generator=generator))
-warm.project_out_(torch.randn(1000, generator=generator))
+# Imports, compiled loops and their threads are there before the limit is set.
+warm = Basis(n, 16, tier=MappedFile(folder))
+warm.extend(torch.randn(8, n, generator=generator))
+warm.extend(torch.randn(8, n, generator=generator))
+warm.project_out_(torch.randn(n, generator=generator))
+del warm
 
 
 def data_bytes():
