@@ -1,4 +1,4 @@
-"""The package as a user installs it: what is in the wheel, what an import costs, who imports whom."""
+"""The package as users install it: what the wheel holds, what an import costs, who imports whom."""
 
 import ast
 import subprocess

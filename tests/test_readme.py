@@ -1,4 +1,4 @@
-"""Every Python block of the README runs, in order, in one namespace: as a reader would type them."""
+"""Every Python block of the README runs, in order, in one namespace, as a reader would type it."""
 
 import re
 from pathlib import Path

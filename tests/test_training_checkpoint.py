@@ -126,7 +126,7 @@ def test_a_crash_costs_only_the_steps_since_the_last_checkpoint(tmp_path):
     class Dies(GPM):
         at = (1, 6)
 
-        def after_step(self, population, step):
+        def after_step(self, population, step):  # noqa: ARG002
             if (step.task, step.step) == self.at:
                 raise Crash
 
@@ -144,7 +144,7 @@ def test_a_crash_costs_only_the_steps_since_the_last_checkpoint(tmp_path):
     seen = []
 
     class Counts(GPM):
-        def after_step(self, population, step):  # noqa: ARG002
+        def after_step(self, population, step):  # noqa: ARG002  # noqa: ARG002
             seen.append((step.task, step.step))
 
     for kind in (Dies, DiesLater):
@@ -193,7 +193,7 @@ from curvlab.tasks.samples import Samples, Task
 from curvlab.training import Schedule, learn
 
 class Slow(SGD):
-    def after_step(self, population, step):
+    def after_step(self, population, step):  # noqa: ARG002
         if step.step == 3:
             print("training", flush=True)
         time.sleep(0.002)
