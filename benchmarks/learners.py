@@ -4,8 +4,8 @@
 
 The network is the paper's MLP (18,010 parameters) on embedded Rotated-MNIST, batch 10. Naive: one
 ``nn.Module``, ``cross_entropy``, ``backward``, ``torch.optim.SGD`` and an index per batch. Every
-learner first learns a task and fills its memory; a contender that does not do what it promises
-(gradients of autograd, directions removed) is shown as wrong and not timed. All are timed
+learner first fills its memory, with a task or with random directions; one that does not do what it
+promises (gradients of autograd, directions removed) is shown as wrong and not timed. All are timed
 interleaved, in slabs of 64 steps of the same code as ``learn`` repeats.
 
 Columns: microseconds per step of all seeds; steps per second and run against the naive loop; the
@@ -69,19 +69,20 @@ LEAK = 1e-3  # share of a gradient left in the memory's span, at which a contend
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A learner, its network, and how many tasks fill its memory."""
+    """A learner, its network, and what fills its memory: a task, or so many random directions."""
 
     make: Callable[[], Learner]
     build: Callable[[int], nn.Module] = lambda seed: mlp(SIZES, seed=seed)
-    tasks: int = 1
+    random: int = 0
 
 
 CONTENDERS = {
     "SGD": Contender(SGD),
-    "SGD-dagger k=20, 1 task": Contender(lambda: SGDDagger(k=20)),
-    "SGD-dagger k=20, 4 tasks": Contender(lambda: SGDDagger(k=20), tasks=4),
-    "SGD-dagger k=20, 4 tasks, float16": Contender(
-        lambda: SGDDagger(k=20, storage=torch.float16), tasks=4
+    # which directions does not matter for time; 80 are four tasks with 20 eigenvectors each
+    "SGD-dagger, 20 directions": Contender(lambda: SGDDagger(k=20), random=20),
+    "SGD-dagger, 80 directions": Contender(lambda: SGDDagger(k=20), random=80),
+    "SGD-dagger, 80 directions, float16": Contender(
+        lambda: SGDDagger(k=20, storage=torch.float16), random=80
     ),
     # the smaller epsilon, the more directions: few are used as rows, many as factors
     "OGD-GTL eps=.01, 1,000 samples": Contender(lambda: OGD(0.01)),
@@ -128,13 +129,21 @@ def naive(task: Task) -> Callable[[], None]:
 def prepared(
     contender: Contender, seeds: Sequence[int], tasks: Sequence[Task]
 ) -> tuple[Population, Learner]:
-    """Runs that have learned their tasks and stand at the beginning of the next one."""
+    """Runs that have learned the first task and stand at the beginning of the second."""
     learner = contender.make()
     population = population_of([contender.build(seed) for seed in seeds], seeds)
-    known = tasks[: contender.tasks]
-    learn(population, known, learner, Schedule(0.05), evaluation=Evaluation(train=0))
-    population.begin_task(len(known))
-    learner.before_task(population, len(known), tasks[len(known)].train)
+    teacher = SGD() if contender.random else learner
+    learn(population, tasks[:1], teacher, Schedule(0.05), evaluation=Evaluation(train=0))
+    if isinstance(learner, SGDDagger) and contender.random:
+        learner.before_task(population, 0, tasks[0].train)
+        for s in range(population.size):
+            generator = torch.Generator().manual_seed(s)
+            rows = torch.randn(contender.random, population.n, generator=generator)
+            if learner.memory is not None:
+                learner.memory.extend(s, rows, task=0, values=torch.zeros(len(rows)))
+    population.begin_task(1)
+    if not contender.random:
+        learner.before_task(population, 1, tasks[1].train)
     return population, learner
 
 
@@ -183,6 +192,8 @@ def protected(learner: Learner) -> list[Tensor]:
 
 def memory_bytes(learner: Learner) -> list[int]:
     """Of each run."""
+    if isinstance(learner, SGDDagger) and learner.memory is not None:
+        return learner.memory.bytes
     noted = learner.notes[-1].get("memory_bytes", 0)
     return list(noted) if isinstance(noted, list) else [int(noted)]
 
@@ -200,29 +211,24 @@ def reading(sizes: Sequence[int], runs: int) -> Callable[[], None]:
     return read
 
 
-def measure(
-    names: Sequence[str], seed_counts: Sequence[int], rounds: int, threads: int
-) -> list[Row]:
-    """Rows of all figures for the named contenders."""
+def measure(names: Sequence[str], count: int, rounds: int, threads: int) -> list[Row]:
+    """Rows of all figures for the named contenders at one number of seeds."""
     tasks = rotated_mnist()
     rows: list[Row] = []
-    for count in seed_counts:
-        calls: dict[str, Callable[[], object]] = {NAIVE: naive(tasks[0])}
-        shares: dict[str, list[float]] = {}
-        sizes: dict[str, list[int]] = {}
-        for name in names:
-            contender = CONTENDERS[name]
-            population, learner = prepared(contender, SEEDS[:count], tasks)
-            task = tasks[contender.tasks]
-            wrong = error(population, learner, contender.tasks, task)
-            rows.append(row("learners", name, "error", "", count, wrong, threads=threads))
-            if wrong <= LEAK:
-                shares[name], sizes[name] = [], memory_bytes(learner)
-                calls[name] = steps(population, learner, contender.tasks, task, shares[name])
-                calls[f"read {name}"] = reading(sizes[name], count)
-        seconds = interleave(calls, rounds=rounds, threads=threads)
-        for name in shares:
-            rows += figures(name, count, seconds, shares[name], sizes[name], threads)
+    calls: dict[str, Callable[[], object]] = {NAIVE: naive(tasks[0])}
+    shares: dict[str, list[float]] = {}
+    sizes: dict[str, list[int]] = {}
+    for name in names:
+        population, learner = prepared(CONTENDERS[name], SEEDS[:count], tasks)
+        wrong = error(population, learner, 1, tasks[1])
+        rows.append(row("learners", name, "error", "", count, wrong, threads=threads))
+        if wrong <= LEAK:
+            shares[name], sizes[name] = [], memory_bytes(learner)
+            calls[name] = steps(population, learner, 1, tasks[1], shares[name])
+            calls[f"read {name}"] = reading(sizes[name], count)
+    seconds = interleave(calls, rounds=rounds, threads=threads)
+    for name in shares:
+        rows += figures(name, count, seconds, shares[name], sizes[name], threads)
     return rows
 
 
@@ -290,8 +296,11 @@ def main() -> None:
         for name in CONTENDERS
         if not options.only or name == "SGD" or name.startswith(tuple(options.only))
     ]
-    rows = measure(chosen, options.seeds, options.rounds, options.threads)
-    print(table(rows))
+    rows: list[Row] = []
+    for count in options.seeds:
+        new = measure(chosen, count, options.rounds, options.threads)
+        print(table(new), flush=True)
+        rows += new
     if options.out:
         print("rows in", write_rows(options.out, rows))
 
