@@ -12,6 +12,8 @@ is that this span is not quite the one that was asked for.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from curvlab_kernels import ops
 from curvlab_kernels.algebra import solve
 from curvlab_kernels.block import gram, orthonormalise_with_
 from curvlab_kernels.checks import STORAGE, WORKING
+from curvlab_kernels.formats import ROUNDING
 from torch import Tensor, nn
 
 from curvlab.basis import certificate, files, gradients, subspaces
@@ -133,14 +136,21 @@ class Basis:
             values: One eigenvalue per vector.
 
         Returns:
-            Which vectors were kept: bool ``(k,)``.
+            Which vectors were kept: bool ``(k,)``. A vector is dropped if what is left of it after
+            removal of the basis is rounding: of the arithmetic, or of the stored rows.
         """
+        origin = Segment(task, 0, 0, step, () if values is None else tuple(map(float, values)))
+        return self._extend(vectors, origin, ROUNDING.get(self.dtype, 0.0))
+
+    def _extend(self, vectors: Tensor, origin: Segment, least: float) -> Tensor:
+        """:meth:`extend` with the rank rule's tolerance at ``least``."""
         self._check(vectors, 2)
-        numbers = [] if values is None else [float(value) for value in values]
-        if numbers and len(numbers) != vectors.shape[0]:
-            raise ValueError(f"{vectors.shape[0]} vectors need as many values; got {len(numbers)}")
+        if origin.values and len(origin.values) != vectors.shape[0]:
+            raise ValueError(
+                f"{vectors.shape[0]} vectors need as many values; got {len(origin.values)}"
+            )
         work = vectors.detach().to(self.store.working, copy=True).contiguous()
-        kept = orthonormalise_with_(self.project_out_, work, self.size)
+        kept = orthonormalise_with_(self.project_out_, work, self.size, least)
         count = int(kept.sum())
         if self.size + count > self.capacity:
             raise ValueError(
@@ -149,10 +159,9 @@ class Basis:
             )
         if count:
             self._add(work[kept])
-            chosen = tuple(x for x, keep in zip(numbers, kept.tolist(), strict=False) if keep)
-            self._segments = joined(
-                self._segments, Segment(task, self.size - count, self.size, step, chosen)
-            )
+            values = tuple(compress(origin.values, kept.tolist()))
+            new = replace(origin, start=self.size - count, stop=self.size, values=values)
+            self._segments = joined(self._segments, new)
         return kept
 
     def merge(self, other: "Basis", at_once: int = 64) -> Tensor:
@@ -162,18 +171,15 @@ class Basis:
         if other is self:
             raise ValueError("a basis cannot be merged into itself")
         before, kept = self.size, list[Tensor]()
+        least = max(ROUNDING.get(self.dtype, 0.0), ROUNDING.get(other.dtype, 0.0))
         try:
             for segment in other.segments:
                 for start in range(segment.start, segment.stop, at_once):
                     stop = min(start + at_once, segment.stop)
                     values = segment.values[start - segment.start : stop - segment.start]
                     rows = other.rows(start, stop).to(self.device)
-                    kept.append(
-                        self.extend(
-                            rows, task=segment.task, step=segment.step, values=values or None
-                        )
-                    )
-        except ValueError:
+                    kept.append(self._extend(rows, replace(segment, values=values), least))
+        except BaseException:
             self.truncate(before)
             raise
         return torch.cat(kept) if kept else torch.zeros(0, dtype=torch.bool, device=self.device)

@@ -20,7 +20,9 @@ from curvlab_kernels.algebra import (
 from curvlab_kernels.formats import CHUNK
 
 
-def orthonormalise_with_(project: Callable[[Tensor], object], block: Tensor, m: int) -> Tensor:
+def orthonormalise_with_(
+    project: Callable[[Tensor], object], block: Tensor, m: int, least: float = 0.0
+) -> Tensor:
     """Make ``block`` ``(b, n)`` orthonormal, and orthogonal to what ``project`` removes, in place.
 
     A pass against the rows, Cholesky QR with a float64 Gram matrix, a second pass, a second
@@ -34,11 +36,12 @@ def orthonormalise_with_(project: Callable[[Tensor], object], block: Tensor, m: 
     Args:
         project: Projects a block ``(b, n)`` in place; called two or three times.
         m: How many vectors ``project`` removes.
+        least: A larger tolerance of the rank rule, for rows that are stored rounded.
 
     Returns:
         Which vectors were kept: bool ``(b,)``.
     """
-    tolerance = rank_tolerance(block.dtype, m + block.shape[0])
+    tolerance = max(rank_tolerance(block.dtype, m + block.shape[0]), least)
     scale_(block, require_finite(norm(block)))
     project(block)
     remaining = norm(block)  # relative to the norm before

@@ -10,6 +10,16 @@ PADDING = 16  # row lengths are multiples of this, so that 128-bit loads stay al
 # Largest code of each dtype that is stored with scales.
 LEVELS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
+# Four times the norm that rounding to a dtype takes from, or adds to, a vector of norm one: what is
+# left of a vector after removal of its own rounded copy is smaller than this.
+ROUNDING = {
+    torch.float16: 1e-3,
+    torch.bfloat16: 8e-3,
+    torch.int8: 3e-2,
+    torch.float8_e4m3fn: 0.12,
+    torch.float8_e5m2: 0.25,
+}
+
 
 def padded(n: int) -> int:
     """The row length ``ld`` that holds ``n`` elements."""
