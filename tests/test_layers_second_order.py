@@ -161,6 +161,11 @@ def checkpointed(m, x):
     return m.out(checkpoint(lambda h: torch.tanh(m.first(h)), x, use_reentrant=False))
 
 
+def residual(m, x):
+    hidden = torch.tanh(m.norm(m.a(x)))
+    return m.out(hidden + m.norm(m.b(hidden)))
+
+
 def contracted(m, x):
     return torch.einsum("bi,bj,ijk->bk", x, torch.logsumexp(m.w[:, :, 0] * x[:, None], 2), m.w)
 
@@ -264,6 +269,14 @@ MODELS = {
         lambda: Function(lambda m, x: m.out(Cube.apply(m.first(x))), first=L(4, 4), out=L(4, 3)),
         flat),
     "checkpointed": (lambda: Function(checkpointed, first=L(4, 4), out=L(4, 3)), flat),
+    "checkpointed conv": (
+        lambda: Function(checkpointed, first=S(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2)),
+                         out=S(*pooled(2))),
+        images),
+    "two convs with residual": (
+        lambda: Function(residual, a=nn.Conv2d(1, 2, 3, padding=1), norm=nn.BatchNorm2d(2),
+                         b=nn.Conv2d(2, 2, 1, bias=False), out=S(*pooled(2))),
+        images),
     "einsum, logsumexp": (
         lambda: Function(contracted, w=nn.Parameter(torch.randn(4, 4, 3) * 0.3)), flat),
     "tiny vit": (
@@ -274,7 +287,7 @@ MODELS = {
 # fmt: on
 
 # functions that torch.func cannot trace: autograd.Function without vmap rules, checkpoint
-UNTRACEABLE = {"custom function", "checkpointed"}
+UNTRACEABLE = {"custom function", "checkpointed", "checkpointed conv"}
 SLOW_TO_TRACE = {
     "tiny vit",
     "transformer encoder layer",

@@ -82,20 +82,25 @@ class Curvature(Operator):
             raise ValueError(f'chunk= is a number of samples, "batch" or None; got {chunk!r}')
         if budget is not None and not budget > 0:
             raise ValueError(f"budget= is a number of bytes; got {budget}")
-        self.problem = problem = Problem(
-            model,
-            loss,
-            data,
-            select=select,
-            mode=mode,
-            reduction=reduction,
-            count=count,
-            whole_batches=chunk == "batch",
-            dtype=dtype,
-            precision=precision,
-        )
+        with torch.inference_mode(False):  # copies made in inference mode could not be used
+            self.problem = Problem(
+                model,
+                loss,
+                data,
+                select=select,
+                mode=mode,
+                reduction=reduction,
+                count=count,
+                whole_batches=chunk == "batch",
+                dtype=dtype,
+                precision=precision,
+            )
+            self._start(chunk, budget, engine, check)
+
+    def _start(self, chunk: ChunkSize, budget: float | None, engine: str, check: bool) -> None:
+        problem = self.problem
         super().__init__(problem.layout.n, problem.dtype, problem.device, problem.layout)
-        self.limit = BAND[precision]
+        self.limit = BAND[problem.precision]
         self.products = 0
         if self.needs_outputs:
             problem.terms.split(type(self).__name__)
@@ -154,10 +159,10 @@ class Curvature(Operator):
     def _chunk_product(self, chunk: Chunk) -> Product:
         if chunk.number in self._kept:
             return self._kept[chunk.number]
-        product = self._build(chunk)
-        if chunk.number < self._keep:
-            self._kept[chunk.number] = product
-        return product
+        if chunk.number >= self._keep:
+            return self._retained(chunk, keep=False)
+        self._kept[chunk.number] = self._build(chunk)
+        return self._kept[chunk.number]
 
     def _mlp_product(self, chunk: Chunk) -> MLPProduct:
         if self.plan is None:
@@ -166,8 +171,8 @@ class Curvature(Operator):
         return MLPProduct(self.plan, self.problem.named(), inputs, targets, chunk.weight)
 
     @abstractmethod
-    def _retained(self, chunk: Chunk) -> Product:
-        """By autograd, with the graph kept by what is returned."""
+    def _retained(self, chunk: Chunk, keep: bool = True) -> Product:
+        """By autograd; the product holds the graph, and if not ``keep``, one block uses it up."""
 
     @abstractmethod
     def _builders(self) -> dict[Engine, Callable[[Chunk], Product]]:
@@ -225,9 +230,10 @@ class Curvature(Operator):
             budget = memory.SHARE * memory.free_bytes(self.device)
         held = sum(t.nbytes for batch in problem.batches.joined for t in tensors(batch))
         element = problem.parameters[0].element_size()
-        room = budget - held - self.n * (2 * element + 8)  # the copy, a result, a float64 sum
+        # the copied parameters, a float64 sum, and the vectors of a probe or a small solver
+        room = budget - held - self.n * (7 * element + 8)
         samples = None if problem.whole else problem.batches.samples
-        cost = self._cost(samples)
+        cost = self._cost(samples, room)
         if samples is None:
             size, units = None, 1
         elif isinstance(chunk, int):
@@ -245,7 +251,7 @@ class Curvature(Operator):
             )
         log.info("%s: %s", type(self).__name__, self.engine)
 
-    def _cost(self, samples: int | None) -> memory.Cost:
+    def _cost(self, samples: int | None, room: float) -> memory.Cost:
         problem = self.problem
         batches = problem.batches.pieces(None) if samples is None else problem.batches.joined
         largest = max(batches, key=lambda batch: sample_count(batch) or 0)
@@ -259,7 +265,8 @@ class Curvature(Operator):
 
         with arithmetic(self.device, problem.precision):
             try:
-                return memory.measure(run, 1 if samples is None else sample_count(largest) or 1)
+                most = 1 if samples is None else sample_count(largest) or 1
+                return memory.measure(run, most, room)
             except NotImplementedError as error:
                 raise OperatorError(
                     f"torch cannot differentiate a layer of this model twice: {error} Write that "

@@ -6,7 +6,6 @@ cross-entropy and squared error. ``EmpiricalFisher``: A is ``c c'`` per sample, 
 loss's gradient at the targets in the data.
 """
 
-import contextlib
 from abc import abstractmethod
 from collections.abc import Callable
 
@@ -30,14 +29,15 @@ class Sandwich(Curvature):
     def _output_curvature(self, chunk: Chunk, output: Tensor) -> OutputCurvature:
         """A at ``output``: ``(samples, ...)`` to the same shape."""
 
-    def _retained(self, chunk: Chunk) -> Product:
+    def _retained(self, chunk: Chunk, keep: bool = True) -> Product:
         problem = self.problem
-        # under autocast the rewritten layers would mix dtypes
-        rewrite = problem.precision != "bfloat16"
-        with sandwich.Transposable() if rewrite else contextlib.nullcontext():
-            output = problem.output(chunk, problem.parameters)
-        curvature = self._output_curvature(chunk, output.detach())
-        return sandwich.kept(output, curvature, problem.parameters, problem.layout)
+        return sandwich.kept(
+            lambda: problem.output(chunk, problem.parameters),
+            lambda output: self._output_curvature(chunk, output),
+            problem.parameters,
+            problem.layout,
+            keep,
+        )
 
     def _linearised(self, chunk: Chunk) -> Product:
         problem = self.problem

@@ -21,11 +21,15 @@ class Hessian(Curvature):
         """The function of the parameters whose second derivatives these are, on one chunk."""
         return lambda parameters: self.problem.loss(chunk, parameters)
 
-    def _retained(self, chunk: Chunk) -> Product:
+    def _retained(self, chunk: Chunk, keep: bool = True) -> Product:
         problem = self.problem
-        value = problem.loss(chunk, problem.parameters)
-        problem.check(chunk, value)
-        return autograd.kept(value, problem.parameters, problem.layout)
+
+        def value() -> Tensor:
+            value = problem.loss(chunk, problem.parameters)
+            problem.check(chunk, value)
+            return value
+
+        return autograd.kept(value, problem.parameters, problem.layout, keep)
 
     def _linearised(self, chunk: Chunk) -> Product:
         problem = self.problem
@@ -75,12 +79,15 @@ class FunctionalHessian(Hessian):
         _, constant = slope(self, chunk, output)
         return lambda parameters: (constant * problem.output(chunk, parameters)).sum()
 
-    def _retained(self, chunk: Chunk) -> Product:
+    def _retained(self, chunk: Chunk, keep: bool = True) -> Product:
         problem = self.problem
-        output = problem.output(chunk, problem.parameters)
-        _, constant = slope(self, chunk, output)
-        value = (constant * output).sum()
-        return autograd.kept(value, problem.parameters, problem.layout)
+
+        def value() -> Tensor:
+            output = problem.output(chunk, problem.parameters)
+            _, constant = slope(self, chunk, output)
+            return (constant * output).sum()
+
+        return autograd.kept(value, problem.parameters, problem.layout, keep)
 
     def _mlp(self, chunk: Chunk) -> Product:
         return self._mlp_product(chunk).functional

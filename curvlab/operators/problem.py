@@ -84,6 +84,7 @@ class Problem:
     ) -> None:
         self.model = unwrap(model)
         self.terms = terms(loss)
+        stated = stated_reduction(loss)
         self.precision = precision
         policies = modes(mode)
         self.flags = training_flags(self.model, policies)
@@ -101,7 +102,7 @@ class Problem:
         self.normaliser = 1.0
         with arithmetic(self.device, precision):
             require_deterministic(self)
-            self.reduction = settle_reduction(self, reduction, stated_reduction(loss))
+            self.reduction = settle_reduction(self, reduction, stated)
 
     def _take_parameters(self, select: Selection, dtype: torch.dtype | None) -> None:
         chosen = select_parameters(self.model, select)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from curvlab.operators.products.layers import rewriting
 from curvlab.operators.products.linearise import linearise
 from curvlab.parameters import Layout
 
@@ -17,30 +18,41 @@ Product = Callable[[Tensor], Tensor]  # (b, n) -> (b, n)
 Scalar = Callable[[Sequence[Tensor]], Tensor]
 
 
-def kept(value: Tensor, parameters: Sequence[Tensor], layout: Layout) -> Product:
-    """Keep the graph of the gradient of ``value``: one backward pass through it per vector."""
-    gradients = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
-    return backward(gradients, parameters, layout)
+def kept(
+    value: Callable[[], Tensor], parameters: Sequence[Tensor], layout: Layout, keep: bool = True
+) -> Product:
+    """Make the graph of the gradient of ``value()``: one backward pass through it per vector.
+
+    Without ``keep`` the last vector of the first block frees the graph as it goes.
+    """
+    gradients = rewriting(
+        lambda: torch.autograd.grad(value(), parameters, create_graph=True, allow_unused=True),
+        second=True,
+    )
+    return backward(gradients, parameters, layout, keep)
 
 
 def backward(
-    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], layout: Layout
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+    layout: Layout,
+    keep: bool = True,
 ) -> Product:
     """Vectors through the graph of ``gradients``, one per parameter."""
     dependent = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
     used, roots = [i for i, _ in dependent], [g for _, g in dependent]
 
     def product(block: Tensor) -> Tensor:
-        result = torch.zeros_like(block)
         if not roots:  # the gradient does not depend on the parameters
-            return result
-        for vector, row in zip(block, result, strict=True):
+            return torch.zeros_like(block)
+        result = torch.empty_like(block)
+        for number, (vector, row) in enumerate(zip(block, result, strict=True), start=1):
             pieces = layout.unflatten(vector)
             images = torch.autograd.grad(
                 roots,
                 parameters,
                 [pieces[i] for i in used],
-                retain_graph=True,
+                retain_graph=keep or number < len(block),
                 allow_unused=True,
             )
             layout.flatten(images, out=row)

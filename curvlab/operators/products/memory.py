@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 SHARE = 0.5  # of the free memory, when no budget is given
-# Beyond this the parts of a graph are so large that the C library maps and clears fresh pages for
-# each of them at every product; smaller chunks reuse warm memory.
-COMFORTABLE = 1 << 30
+OVERHEAD = 4  # a chunk costs about as much time as this many samples, beside its own
+REBUILDING = 0.5  # a rebuilt graph costs about this much more than a kept one: 3 gradients, not 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +70,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= self._seen.pop(key, 0)
 
 
-def measure(run: Callable[[int], Callable[[], object]], samples: int) -> Cost:
-    """The cost of chunks, from ones of about 2 and 8 samples.
+def measure(run: Callable[[int], Callable[[], object]], samples: int, budget: float) -> Cost:
+    """The cost of chunks, from ones of about 2 and 8 samples, as far as the budget allows them.
 
     Args:
         run: ``run(s)`` makes the graph of ``s`` samples and returns a function that uses it once.
         samples: At most this many are there.
+        budget: Measuring must not take more than this either.
     """
-    large = min(samples, 8)
-    small = max(1, large // 4)
-    kept_large, peak_large = _track(run, large)
-    if small == large:
-        return Cost(0.0, kept_large / large, 0.0, peak_large / large)
+    small = min(samples, 2)
     kept_small, peak_small = _track(run, small)
+    large = min(samples, 8, int(budget / max(1.0, peak_small / small)))
+    if large <= small:
+        return Cost(0.0, kept_small / small, 0.0, peak_small / small)
+    kept_large, peak_large = _track(run, large)
     kept_each = max(0.0, (kept_large - kept_small) / (large - small))
     peak_each = max(kept_each, (peak_large - peak_small) / (large - small))
     return Cost(
@@ -103,24 +103,25 @@ def _track(run: Callable[[int], Callable[[], object]], samples: int) -> tuple[in
 
 
 def chunk_size(samples: int, cost: Cost, budget: float) -> int:
-    """The largest comfortable chunks of which every graph can be kept; else ones to rebuild."""
-    for chunks in range(1, samples + 1):
-        size = -(-samples // chunks)
-        if size > 1 and cost.kept(size) > COMFORTABLE:
-            continue
-        if fitting(cost, size, budget, chunks) == chunks:
-            return size
-        if chunks * cost.kept_fixed > budget:
-            break
-    size = samples
-    while size > 1 and cost.peak(size) > min(0.3 * budget, 2.0 * COMFORTABLE):
-        size = max(1, int(size * 0.8))
-    if cost.peak(size) > budget:
+    """How many samples to a chunk, so that products take the least time within the budget.
+
+    Large chunks have less overhead; of small chunks, more can keep their graphs.
+    """
+    overhead = OVERHEAD + cost.kept_fixed / max(1.0, cost.kept_each)
+
+    def seconds(size: int) -> float:
+        chunks = -(-samples // size)
+        rebuilt = 1.0 - fitting(cost, size, budget, chunks) / chunks
+        return chunks * overhead + samples * (1.0 + REBUILDING * rebuilt)
+
+    sizes = {-(-samples // chunks) for chunks in range(1, min(samples, 2000) + 1)}
+    possible = [size for size in sizes | {1} if cost.peak(size) <= budget]
+    if not possible:
         raise ValueError(
-            f"products with {size} samples need {cost.peak(size) / 2**20:.0f} MiB, the budget "
-            f"leaves {budget / 2**20:.0f} MiB: pass a larger budget=, or select fewer parameters"
+            f"products with one sample need {cost.peak(1) / 2**20:.1f} MiB, the budget leaves "
+            f"{budget / 2**20:.1f} MiB: pass a larger budget=, or select fewer parameters"
         )
-    return size
+    return min(possible, key=lambda size: (seconds(size), -size))
 
 
 def fitting(cost: Cost, size: int, budget: float, chunks: int) -> int:
@@ -129,7 +130,7 @@ def fitting(cost: Cost, size: int, budget: float, chunks: int) -> int:
     if chunks * kept + working <= budget:
         return chunks
     # a chunk that is rebuilt needs room for its own graph too
-    return max(0, min(chunks, int((budget - cost.peak(size)) / kept)))
+    return max(0, min(chunks, int((budget - cost.peak(size)) / max(1.0, kept))))
 
 
 def free_bytes(device: torch.device) -> int:

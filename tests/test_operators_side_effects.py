@@ -1,0 +1,189 @@
+"""Operators borrow a model: they change nothing of it, and are not changed by its future."""
+
+import gc
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from curvlab.operators import EmpiricalFisher, FunctionalHessian, GaussNewton, Hessian
+from curvlab.operators.products.memory import LiveBytes
+from curvlab.probe import OperatorError
+
+KINDS = [Hessian, GaussNewton, FunctionalHessian, EmpiricalFisher]
+
+
+@pytest.fixture(autouse=True)
+def pinned_threads():
+    torch.set_num_threads(1)
+
+
+class Network(nn.Module):
+    """BatchNorm, a counter, a cache of activations, a tied and a frozen parameter, two heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.drop = nn.Dropout(0.3)
+        self.heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+        self.active = 0
+        self.calls = 0
+        self.cache = None
+        self.heads[1].bias.requires_grad_(False)
+
+    def forward(self, x):
+        self.calls += 1
+        self.cache = torch.tanh(self.norm(self.first(x)))
+        return self.heads[self.active](self.drop(self.cache))
+
+
+def network():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Network()
+
+
+def samples(n=10):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 4, generator=generator)
+    return x, torch.randint(0, 3, (n,), generator=generator)
+
+
+def state(model):
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        "values": {name: tensor.detach().clone() for name, tensor in tensors.items()},
+        "identities": {name: id(tensor) for name, tensor in tensors.items()},
+        "gradients": {n: None if p.grad is None else p.grad.clone() for n, p in tensors.items()},
+        "flags": {name: tensor.requires_grad for name, tensor in tensors.items()},
+        "modes": {name: module.training for name, module in model.named_modules()},
+        "attributes": (model.calls, model.cache, model.active),
+    }
+
+
+def assert_same_state(before, after):
+    for name, value in before["values"].items():
+        assert torch.equal(value, after["values"][name]), name
+    for name, value in before["gradients"].items():
+        other = after["gradients"][name]
+        assert (value is None) == (other is None), name
+        assert value is None or torch.equal(value, other), name
+    for part in ("identities", "flags", "modes", "attributes"):
+        assert before[part] == after[part], part
+
+
+@pytest.mark.parametrize(
+    "mode", ["eval", ("frozen masks", "batch statistics")], ids=["eval", "train"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_the_model_and_no_generator_changes(kind, mode):
+    model, (x, y) = network().train(), samples()
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    before = state(model)
+    generators = torch.get_rng_state(), random.getstate()
+    settings = torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled()
+    operator = kind(model, F.cross_entropy, (x, y), mode=mode)
+    operator @ torch.randn(2, operator.n, generator=torch.Generator().manual_seed(3))
+    operator.gradient()
+    operator.dense()
+    assert_same_state(before, state(model))
+    assert torch.equal(generators[0], torch.get_rng_state())
+    assert generators[1] == random.getstate()
+    assert settings == (torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled())
+
+
+def test_a_failing_forward_pass_leaves_the_model_as_it_was():
+    model = network().eval()
+    before = state(model)
+    with pytest.raises(RuntimeError):
+        Hessian(model, F.cross_entropy, (torch.zeros(3, 7), torch.zeros(3, dtype=torch.int64)))
+    assert_same_state(before, state(model))
+
+
+@pytest.mark.parametrize("engine", ["retained", "rebuilt"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_changes_to_model_and_data_do_not_change_the_operator(kind, engine):
+    model, (x, y) = network().eval(), samples()
+    operator = kind(model, F.cross_entropy, (x, y), engine=engine)
+    vector = torch.ones(operator.n)
+    before = operator @ vector
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    model.train()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    x.add_(1.0)
+    y.zero_()
+    assert torch.equal(before, operator @ vector)
+    assert model.training
+
+
+def test_what_cannot_be_copied_is_noticed_when_it_changes():
+    model, data = network().eval(), samples()
+    kept = Hessian(model, F.cross_entropy, data, engine="retained")
+    rebuilt = [kind(model, F.cross_entropy, data, engine="rebuilt") for kind in KINDS]
+    vector = torch.ones(kept.n)
+    before = kept @ vector
+    model.active = 1
+    assert torch.equal(before, kept @ vector)
+    for operator in rebuilt:
+        with pytest.raises(OperatorError, match="has changed"):
+            operator @ vector
+    with pytest.raises(OperatorError, match="has changed"):
+        kept.gradient()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_work_inside_no_grad_and_inference_mode(kind, context):
+    model, data = network().eval(), samples()
+    vector = torch.ones(2, kind(model, F.cross_entropy, data).n)
+    outside = kind(model, F.cross_entropy, data) @ vector
+    with context():
+        inside = kind(model, F.cross_entropy, data) @ torch.ones_like(vector)
+    assert torch.equal(outside, inside)
+    assert not inside.requires_grad
+
+
+def test_products_do_not_share_memory_with_their_vector_or_each_other():
+    operator = Hessian(network().eval(), F.cross_entropy, samples())
+    vector = torch.ones(operator.n, requires_grad=True)
+    first = operator @ vector
+    kept = first.clone()
+    second = operator @ (2 * vector)
+    assert torch.equal(first, kept)
+    assert not first.requires_grad
+    assert first.data_ptr() != second.data_ptr()
+    assert float(vector.detach().sum()) == operator.n
+
+
+@pytest.mark.parametrize("engine", ["retained", "rebuilt", "linearised"])
+@pytest.mark.parametrize("kind", [Hessian, GaussNewton])
+def test_memory_is_flat_over_fifty_products(kind, engine):
+    operator = kind(network().eval(), F.cross_entropy, samples(), engine=engine, chunk=4)
+    vector = torch.ones(operator.n)
+    operator @ vector
+    gc.collect()
+    gc.disable()  # nothing may wait for the cycle collector
+    try:
+        with LiveBytes() as memory:
+            operator @ vector
+            after_one, peak = memory.live, memory.peak
+            for _ in range(50):
+                operator @ vector
+            assert memory.live == after_one
+            assert memory.peak == peak
+    finally:
+        gc.enable()
+
+
+def test_an_operator_that_is_dropped_frees_its_graphs():
+    model, data = network().eval(), samples()
+    with LiveBytes() as memory:
+        operator = Hessian(model, F.cross_entropy, data, engine="retained")
+        held = memory.live
+        del operator
+        gc.collect()
+        assert memory.live < 0.2 * held
