@@ -49,8 +49,9 @@ def seed_batches(
         index = order[:, first * batch_size : (first + steps) * batch_size]
         index = index.reshape(runs, steps, batch_size).transpose(0, 1).reshape(-1)
         lead = (steps, runs, batch_size)
-        inputs = samples.inputs[index].view(*lead, *samples.inputs.shape[1:])
-        targets = samples.targets[index].view(lead)
+        # index_select copies whole rows: several times as fast as samples.inputs[index]
+        inputs = samples.inputs.index_select(0, index).view(*lead, *samples.inputs.shape[1:])
+        targets = samples.targets.index_select(0, index).view(lead)
         for step in range(max(start - first, 0), steps):
             yield inputs[step], targets[step]
     if count % batch_size and start <= whole:

@@ -27,8 +27,10 @@ class Progress:
 
     def step(self, step: int) -> None:
         """Redraw at most five times a second."""
+        if not self._live:
+            return
         now = time.perf_counter()
-        if not self._live or now < self._next:
+        if now < self._next:
             return
         self._next = now + 0.2
         seconds = max(now - self._start, 1e-9)
