@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from curvlab_kernels import _cpu, reference
-from curvlab_kernels._cpu import products
+from curvlab_kernels._cpu import loops
 
 # Relative to the vector's norm.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-7}
@@ -26,11 +26,11 @@ def kernels(request, monkeypatch):
     if request.param == "reference":
         yield reference
         return
-    products._compiled.cache_clear()
+    loops._compiled.cache_clear()
     if request.param == "cpu without numba":
         monkeypatch.setitem(sys.modules, "numba", None)  # importing it now raises ImportError
     yield _cpu
-    products._compiled.cache_clear()
+    loops._compiled.cache_clear()
 
 
 def stored(m, n, dtype, generator, working=torch.float32):
@@ -194,23 +194,23 @@ def test_the_leak_at_the_size_of_a_vit_is_that_of_rounding(kernels, generator):
 
 
 def test_missing_numba_is_said_once(monkeypatch, caplog):
-    products._compiled.cache_clear()
+    loops._compiled.cache_clear()
     monkeypatch.setitem(sys.modules, "numba", None)
     rows, _ = reference.quantise(torch.ones(2, 10), torch.bfloat16)
-    with caplog.at_level("INFO", logger="curvlab_kernels._cpu.products"):
+    with caplog.at_level("INFO", logger="curvlab_kernels._cpu.loops"):
         _cpu.coefficients(rows, torch.ones(10))
         _cpu.coefficients(rows, torch.ones(10))
     assert [record.message for record in caplog.records if "numba" in record.message] != []
     assert len(caplog.records) == 1
-    products._compiled.cache_clear()
+    loops._compiled.cache_clear()
 
 
 def test_narrow_rows_take_the_compiled_loops(monkeypatch, generator):
-    products._compiled.cache_clear()
-    loops = importlib.import_module("curvlab_kernels._cpu.compiled")
+    loops._compiled.cache_clear()
+    compiled = importlib.import_module("curvlab_kernels._cpu.compiled")
     calls = []
-    original = loops.accumulate
-    monkeypatch.setattr(loops, "accumulate", lambda *a: (calls.append(1), original(*a)))
+    original = compiled.accumulate
+    monkeypatch.setattr(compiled, "accumulate", lambda *a: (calls.append(1), original(*a)))
     rows, _, _ = stored(3, 100, torch.float16, generator)
     _cpu.coefficients(rows, torch.ones(100))
     assert calls == [1]

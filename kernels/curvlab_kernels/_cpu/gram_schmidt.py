@@ -19,7 +19,7 @@ def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     before = norm(vector)
     removed = coefficients(rows, vector)
     again = subtract_and_accumulate(rows, removed, vector)
-    subtract(rows, None, 0, again, vector)
+    subtract(rows, None, again, [(0, vector)])
     return removed + again, normalise_(vector, before, rows.shape[0])
 
 
@@ -34,11 +34,11 @@ def lanczos_step_(
     else:
         removed = vector.new_zeros(rows.shape[0], dtype=torch.float64)
         removed[-2] = previous_beta
-        subtract(rows[-2:-1], None, 0, removed[-2:-1], vector)
+        subtract(rows[-2:-1], None, removed[-2:-1], [(0, vector)])
         removed[-1:] = project_(rows[-1:], vector)
         again = coefficients(rows, vector)
     passed = norm(vector)
-    subtract(rows, None, 0, again, vector)
+    subtract(rows, None, again, [(0, vector)])
     removed += again
     if float(norm(vector)) ** 2 < 0.5 * float(passed) ** 2:
         removed += project_(rows, vector)

@@ -16,7 +16,7 @@ SMALL = 1 << 15  # elements: tensors below it are gathered, for a call costs mor
 def coefficients(rows: Tensor, vectors: Tensor, scales: Tensor | None = None) -> Tensor:
     """See :func:`curvlab_kernels.reference.coefficients`."""
     total = vectors.new_zeros((*vectors.shape[:-1], rows.shape[0]), dtype=torch.float64)
-    accumulate(rows, scales, 0, vectors, total)
+    accumulate(rows, scales, [(0, vectors)], total)
     return total
 
 
@@ -24,7 +24,7 @@ def apply_(
     rows: Tensor, coefficients: Tensor, vectors: Tensor, scales: Tensor | None = None
 ) -> None:
     """See :func:`curvlab_kernels.reference.apply_`."""
-    subtract(rows, scales, 0, coefficients, vectors)
+    subtract(rows, scales, coefficients, [(0, vectors)])
 
 
 def project_(
@@ -34,7 +34,7 @@ def project_(
     if rows.dtype == vectors.dtype and factor is None and 0 < vectors.numel() <= CHUNK:
         return _project_short_(rows, vectors)
     removed = solve(factor, coefficients(rows, vectors, scales))
-    subtract(rows, scales, 0, removed, vectors)
+    subtract(rows, scales, removed, [(0, vectors)])
     return removed
 
 
@@ -64,12 +64,12 @@ def project_list_(
         scatter(everything, vector, tensors)
         return removed
     total = rows.new_zeros(rows.shape[0], dtype=torch.float64)
-    pieces = [(group, flat(group, tensors)) for group in groups(tensors)]
-    for group, piece in pieces:
-        accumulate(rows, scales, group.first, piece, total)
+    plan = groups(tensors)
+    pieces = [(group.first, flat(group, tensors)) for group in plan]
+    accumulate(rows, scales, pieces, total)
     removed = solve(factor, total)
-    for group, piece in pieces:
-        subtract(rows, scales, group.first, removed, piece)
+    subtract(rows, scales, removed, pieces)
+    for group, (_, piece) in zip(plan, pieces, strict=True):
         scatter(group, piece, tensors)
     return removed
 

@@ -1,0 +1,132 @@
+"""Runs the compiled loops: which ones, on which columns, on how many threads.
+
+A list of pieces is one long vector to the threads: the loops are started twice per projection,
+however many tensors a model has.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlab_kernels._cpu import threads
+from curvlab_kernels.formats import CHUNK
+
+Piece = tuple[int, Tensor]  # the column at which it begins, and vectors (n,) or (b, n)
+
+RESIDENT = 1 << 18  # elements of the basis that stay in the second-level cache
+
+logger = logging.getLogger(__name__)
+
+
+def choose(rows: Tensor, pieces: Sequence[Piece]) -> ModuleType | None:
+    """The compiled loops for these rows; ``None`` where torch is the better or the only way."""
+    # A block of vectors reuses every converted element b times: a matrix product wins there.
+    if any(piece.dim() > 1 or not piece.is_contiguous() for _, piece in pieces):
+        return None
+    if rows.dtype == torch.int8:
+        return _compiled("compiled_blocks")
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        return _compiled("compiled")
+    # One chunk is one call of torch, which no loop beats.
+    if rows.dtype == torch.float32 and (len(pieces) > 1 or pieces[0][1].shape[0] > CHUNK):
+        return _compiled("compiled")
+    return None
+
+
+@functools.cache
+def _compiled(name: str) -> ModuleType | None:
+    try:
+        importlib.import_module("numba")
+    except ImportError:
+        logger.info(
+            "numba is not installed: float16, bfloat16 and int8 bases are converted to float32 "
+            "chunk by chunk, to the same accuracy but slower; pip install 'curvlab[fast]'"
+        )
+        return None
+    return importlib.import_module(f"curvlab_kernels._cpu.{name}")
+
+
+def accumulate(
+    loops: ModuleType,
+    rows: Tensor,
+    scales: Tensor | None,
+    pieces: Sequence[Piece],
+    total: Tensor,
+) -> None:
+    """``total += M g`` for the vector made of ``pieces``."""
+    stored = _arrays(rows, scales)
+    zero = np.float64(0) if pieces[0][1].dtype == torch.float64 else np.float32(0)
+
+    def run(numbers: np.ndarray, sums: np.ndarray, first: int, start: int, stop: int) -> None:
+        loops.accumulate(*stored, numbers, sums, zero, first, start, stop)
+
+    _spread(run, rows.shape[0], pieces, total)
+
+
+def subtract(
+    loops: ModuleType,
+    rows: Tensor,
+    scales: Tensor | None,
+    weights: Tensor,
+    pieces: Sequence[Piece],
+) -> None:
+    """``g -= M' c`` in place; ``weights`` ``(m,)`` in the vector's dtype."""
+    stored, factors = _arrays(rows, scales), weights.numpy()
+
+    def run(numbers: np.ndarray, _sums: np.ndarray, first: int, start: int, stop: int) -> None:
+        loops.subtract(*stored, factors, numbers, first, start, stop)
+
+    _spread(run, rows.shape[0], pieces, None)
+
+
+def subtract_and_accumulate(
+    loops: ModuleType, rows: Tensor, weights: Tensor, vector: Tensor, total: Tensor
+) -> None:
+    """``g -= M' c``, then ``total += M g``, in one reading of float32 rows."""
+    stored, factors = rows.numpy(), weights.numpy()
+    zero = np.float64(0) if vector.dtype == torch.float64 else np.float32(0)
+    width = max(RESIDENT // rows.shape[0], 1024)
+
+    def run(numbers: np.ndarray, sums: np.ndarray, _first: int, start: int, stop: int) -> None:
+        loops.subtract_and_accumulate(stored, factors, numbers, sums, zero, width, start, stop)
+
+    _spread(run, rows.shape[0], [(0, vector)], total)
+
+
+def _spread(
+    run: Callable[[np.ndarray, np.ndarray, int, int, int], None],
+    m: int,
+    pieces: Sequence[Piece],
+    total: Tensor | None,
+) -> None:
+    """``run`` on spans of the pieces, one per thread; sums are added in the order of the spans."""
+    base = pieces[0][0]
+    items = [(first, piece.detach().numpy()) for first, piece in pieces]
+    columns = items[-1][0] + items[-1][1].shape[0] - base
+    parts = threads.spans(columns, m)
+    sums = np.zeros((len(parts), m))
+
+    def work(index: int, start: int, stop: int) -> None:
+        for first, numbers in items:
+            low, high = max(start + base - first, 0), min(stop + base - first, numbers.shape[0])
+            if low < high:
+                run(numbers, sums[index], first, low, high)
+
+    threads.run(work, parts)
+    if total is not None:
+        total += torch.from_numpy(sums).sum(0)
+
+
+def _arrays(rows: Tensor, scales: Tensor | None) -> tuple[np.ndarray, ...]:
+    """What the compiled loops read: the codes, by a type that says how to decode them."""
+    if scales is not None:
+        return rows.numpy(), scales.numpy()
+    if rows.dtype == torch.float32:
+        return (rows.numpy(),)
+    return (rows.view(torch.int16 if rows.dtype == torch.float16 else torch.uint16).numpy(),)
