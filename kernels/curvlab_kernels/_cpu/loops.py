@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels._cpu import threads
-from curvlab_kernels.formats import CHUNK
 
 Piece = tuple[int, Tensor]  # the column at which it begins, and vectors (n,) or (b, n)
 
+SHORT = 1 << 19  # products up to which one call of torch costs less than starting the loops
 RESIDENT = 1 << 18  # elements of the basis that stay in the second-level cache
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ def choose(rows: Tensor, pieces: Sequence[Piece]) -> ModuleType | None:
         return _compiled("compiled_blocks")
     if rows.dtype in (torch.float16, torch.bfloat16):
         return _compiled("compiled")
-    # One chunk is one call of torch, which no loop beats.
-    if rows.dtype == torch.float32 and (len(pieces) > 1 or pieces[0][1].shape[0] > CHUNK):
+    columns = pieces[-1][0] - pieces[0][0] + pieces[-1][1].shape[0]
+    if rows.dtype == torch.float32 and rows.shape[0] * columns > SHORT:
         return _compiled("compiled")
     return None
 
