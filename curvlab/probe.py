@@ -86,38 +86,63 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
     generator = torch.Generator().manual_seed(seed)
 
     def draw() -> Tensor:
+        # float64 whatever the dtype: the same vectors for the same operator in another precision
         vector = torch.randn(operator.n, generator=generator, dtype=torch.float64)
         return vector.to(operator.dtype).to(operator.device)
 
     def product(vector: Tensor) -> Tensor:
-        # float64 copies: an operator that reuses its output buffer or overwrites its input must
-        # show as wrong here, not corrupt the comparison.
+        # copies: an operator that reuses its output buffer or overwrites its input must show as
+        # wrong here, not corrupt the comparison.
         result = operator @ vector.clone()
         if result.shape != vector.shape:
             raise OperatorError(
                 f"operator @ vector must keep the shape {tuple(vector.shape)}; "
                 f"got {tuple(result.shape)}"
             )
-        return result.detach().to(torch.float64, copy=True)
+        return result.detach().clone()
 
     u, v = draw(), draw()
+    a_u, again = product(u), product(u)
+    size_u = _norm((1.0, a_u))
+    repeatability = _ratio(_norm((1.0, a_u), (-1.0, again)), size_u)
+    del again  # vectors can be large: as few as possible at a time
+    a_v = product(v)
+    size_v = _norm((1.0, a_v))
+    scale = size_u * _norm((1.0, v)) + size_v * _norm((1.0, u))
+    # Random u, v are nearly orthogonal to each other's images, so u'Av is far below |u||Av|;
+    # sqrt(n) gives the scale at which an asymmetric operator of the same size would show.
+    symmetry = _ratio(abs(_dot(u, a_v) - _dot(v, a_u)) * operator.n**0.5, scale)
     mixed = 0.75 * u - 1.5 * v  # in the operator's dtype, so that both sides see the same input
-    a_u, a_v = product(u), product(v)
-    a_mixed, again = product(mixed), product(u)
-    u, v = u.double(), v.double()
-    scale = float(a_u.norm() * v.norm() + a_v.norm() * u.norm())
+    del u, v
+    a_mixed = product(mixed)
+    linearity = _ratio(
+        _norm((1.0, a_mixed), (-0.75, a_u), (1.5, a_v)), 0.75 * size_u + 1.5 * size_v
+    )
     return Certificate(
-        # Random u, v are nearly orthogonal to each other's images, so u'Av is far below |u||Av|;
-        # sqrt(n) gives the scale at which an asymmetric operator of the same size would show.
-        symmetry=_ratio(float((u @ a_v - v @ a_u).abs()) * operator.n**0.5, scale),
-        repeatability=_ratio(float((a_u - again).norm()), float(a_u.norm())),
-        linearity=_ratio(
-            float((a_mixed - 0.75 * a_u + 1.5 * a_v).norm()),
-            float(0.75 * a_u.norm() + 1.5 * a_v.norm()),
-        ),
+        symmetry=symmetry,
+        repeatability=repeatability,
+        linearity=linearity,
         limit=_default_limit(operator.dtype, operator.n) if limit is None else limit,
         products=4,
     )
+
+
+PIECE = 1 << 20  # elements taken to float64 at a time
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    starts = range(0, len(a), PIECE)
+    pieces = [(a[i : i + PIECE].double() * b[i : i + PIECE].double()).sum() for i in starts]
+    return float(torch.stack(pieces).sum()) if pieces else 0.0
+
+
+def _norm(*terms: tuple[float, Tensor]) -> float:
+    """The norm of a combination of vectors, in float64 without making it."""
+    squares = []
+    for i in range(0, len(terms[0][1]), PIECE):
+        piece = sum(factor * vector[i : i + PIECE].double() for factor, vector in terms)
+        squares.append(torch.as_tensor(piece).square().sum())
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
 def _ratio(error: float, scale: float) -> float:

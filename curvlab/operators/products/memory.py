@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 SHARE = 0.5  # of the free memory, when no budget is given
-OVERHEAD = 4  # a chunk costs about as much time as this many samples, beside its own
-REBUILDING = 0.5  # a rebuilt graph costs about this much more than a kept one: 3 gradients, not 2
+# In units of a kept graph's product with one sample, about two of its gradients:
+OVERHEAD = 1.0  # of a chunk, for small parameters; measured on the ResNet
+OVERHEAD_LENGTH = 0.3  # more for each time the parameters are larger than a sample's graph; ViT
+REBUILDING = 0.5  # more for a rebuilt graph: three gradients, not two
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def chunk_size(samples: int, cost: Cost, budget: float) -> int:
 
     Large chunks have less overhead; of small chunks, more can keep their graphs.
     """
-    overhead = OVERHEAD + cost.kept_fixed / max(1.0, cost.kept_each)
+    overhead = OVERHEAD + OVERHEAD_LENGTH * cost.kept_fixed / max(1.0, cost.kept_each)
 
     def seconds(size: int) -> float:
         chunks = -(-samples // size)
