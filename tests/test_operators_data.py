@@ -118,6 +118,13 @@ def test_class_weights_are_refused_until_count_says_what_the_mean_divides_by(ord
     assert_same(operator, reference(model, lambda m: loss(m(x), y)))
 
 
+def test_class_weights_are_noticed_even_if_every_chunk_is_of_one_class():
+    model, (x, _) = network(), samples(36)
+    y = torch.arange(36) // 12
+    with pytest.raises(ValueError, match="count="):
+        Hessian(model, weighted_loss(), (x, y), chunk=12)
+
+
 def test_ignored_targets_are_refused_until_count_leaves_them_out():
     model, (x, y) = network(), samples(20)
     y[[1, 2, 3, 12]] = -100

@@ -95,6 +95,53 @@ def test_nothing_of_the_model_and_no_generator_changes(kind, mode):
     assert settings == (torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled())
 
 
+class Counting(nn.Module):
+    """Changes its buffer in every forward pass, and uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_evaluation_sees_the_buffers_as_they_were(kind):
+    model = Counting()
+    operator = kind(model, F.cross_entropy, samples(), engine="rebuilt", chunk=3)
+    vector = torch.ones(operator.n)
+    assert torch.equal(operator @ vector, operator @ vector)
+    assert float(model.calls) == 0
+
+
+class Padded(nn.Module):
+    """Without gradients torch takes a fast path that treats padded tokens differently."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 3, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x, padding):
+        return self.out(self.encoder(x, src_key_padding_mask=padding).mean(1))
+
+
+def test_the_fast_path_of_transformers_is_not_taken():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Padded().eval()
+        x, y = torch.randn(6, 5, 4), torch.randint(0, 3, (6,))
+    padding = torch.arange(5) >= torch.tensor([[5], [4], [3], [5], [2], [3]])
+    assert torch.backends.mha.get_fastpath_enabled()
+    operator = Hessian(model, F.cross_entropy, ((x, padding), y))
+    loss = F.cross_entropy(model.requires_grad_()(x, padding), y)
+    assert operator.loss == pytest.approx(loss.item(), rel=1e-5)
+
+
 def test_a_failing_forward_pass_leaves_the_model_as_it_was():
     model = network().eval()
     before = state(model)
