@@ -111,7 +111,7 @@ import torch
 from curvlab.basis import Basis, MappedFile
 
 torch.set_num_threads(1)
-folder, n, rows = sys.argv[1], 250_000, 120  # 120 MB in float32
+folder, n, rows = sys.argv[1], 250_000, 240  # 240 MB in float32
 generator = torch.Generator().manual_seed(0)
 # Imports, compiled loops and their threads are there before the limit is set.
 warm = Basis(n, 16, tier=MappedFile(folder))
@@ -128,7 +128,7 @@ def data_bytes():
 
 
 # Anonymous memory only: a mapped file does not count, and neither would its pages be kept.
-limit = data_bytes() + 90_000_000
+limit = data_bytes() + 180_000_000
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 try:
     Basis(n, rows)
