@@ -242,6 +242,20 @@ def test_linearisation_is_not_changed_by_its_products():
             assert torch.allclose(got, truth, rtol=1e-10, atol=1e-12)
 
 
+def test_a_constant_written_after_it_was_read_keeps_both_values():
+    ones = torch.ones(3)  # made outside, so that functionalisation does not see the write
+
+    def function(point):
+        constant = ones + 1.0
+        before = constant * point[0]
+        constant.add_(1.0)
+        return before + constant * point[0]
+
+    push = linearise(function, (torch.ones(3),))
+    for _ in range(2):
+        assert push(torch.tensor([1.0, 2.0, 3.0])).tolist() == [5.0, 10.0, 15.0]
+
+
 def test_compiled_and_wrapped_models_are_unwrapped_with_a_note(caplog):
     model, data = network(), samples()
     expected = Hessian(model, F.cross_entropy, data)

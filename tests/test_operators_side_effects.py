@@ -117,6 +117,22 @@ def test_every_evaluation_sees_the_buffers_as_they_were(kind):
     assert float(model.calls) == 0
 
 
+@pytest.mark.parametrize("engine", ["retained", "rebuilt", "linearised"])
+@pytest.mark.parametrize("kind", [Hessian, GaussNewton])
+def test_a_model_that_writes_into_its_inputs_is_right_and_leaves_the_data_alone(kind, engine):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)
+    (x, y), kept = samples(), samples()[0]
+    writing = nn.Sequential(nn.ELU(inplace=True), *layers)
+    operator = kind(writing, F.cross_entropy, (x, y), engine=engine, chunk=6)
+    expected = kind(nn.Sequential(nn.ELU(), *layers), F.cross_entropy, (x, y))
+    for _ in range(2):
+        vector = torch.ones(operator.n)
+        assert torch.allclose(operator @ vector, expected @ vector, rtol=1e-4, atol=1e-6)
+    assert torch.equal(x, kept)
+
+
 class Padded(nn.Module):
     """Without gradients torch takes a fast path that treats padded tokens differently."""
 

@@ -186,7 +186,7 @@ class Curvature(Operator):
             return None
         named = select_parameters(problem.model, lambda name, _: name in problem.layout.names)
         plan = recognise(problem.model, problem.terms.loss, named)
-        pairs = [b for b in problem.batches.joined if isinstance(b, tuple) and len(b) == 2]
+        pairs = [b for b in problem.batches.joined if isinstance(b, tuple | list) and len(b) == 2]
         if plan is None or len(pairs) != len(problem.batches.joined):
             return None
         return plan if all(plan.fits(x, y, problem.dtype) for x, y in pairs) else None

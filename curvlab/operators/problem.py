@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlab.batches import read, require_finite, sample_count
+from curvlab.batches import map_tensors, read, require_finite, sample_count
 from curvlab.operators.objective import (
     Loss,
     Objective,
@@ -97,6 +97,7 @@ class Problem:
         coupled = bool(policies - {"eval"})
         self.whole = whole_batches or coupled or self.batches.samples is None
         self.count = count
+        self.inputs_change = False  # whether the model writes into its inputs
         self.chunks: list[Chunk] = []
         self.values: list[float] = []
         self.normaliser = 1.0
@@ -169,11 +170,12 @@ class Problem:
         seed: int | None = None,
     ) -> Any:
         parameters = self.parameters if parameters is None else parameters
+        batch = map_tensors(chunk.batch, torch.clone) if self.inputs_change else chunk.batch
         state = {**self.fixed, **{name: buffer.clone() for name, buffer in self.buffers.items()}}
         state.update(zip(self._names, parameters, strict=True))
         seed = chunk.number if seed is None else seed
         with evaluation(self.flags, seed, self.device, self.precision):
-            return functional_call(_Call(self.model), state, (function, chunk.batch))
+            return functional_call(_Call(self.model), state, (function, batch))
 
     def named(self) -> dict[str, Tensor]:
         """All parameters, selected or not, by their names in the model."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from curvlab.batches import rows, sample_count
+from curvlab.batches import map_tensors, rows, sample_count, tensors
 from curvlab.operators.objective import Reduction
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ MIXED = 48  # samples picked from all over the data
 def require_deterministic(problem: "Problem") -> None:
     """Raise if the loss is random, or does not depend on the selected parameters."""
     batch = problem.batches.pieces(None if problem.whole else 16)[0]
+    copied = map_tensors(batch, torch.clone)
+    problem.value(copied, 0)
+    problem.inputs_change = any(tensor._version for tensor in tensors(copied))
     seeds = (0, 0) if problem.masks_frozen else (0, 1)
     once, again = (problem.value(batch, seed) for seed in seeds)
     if math.isfinite(once) and abs(once - again) > problem.tolerance * abs(once):
