@@ -256,16 +256,25 @@ def test_a_constant_written_after_it_was_read_keeps_both_values():
         assert push(torch.tensor([1.0, 2.0, 3.0])).tolist() == [5.0, 10.0, 15.0]
 
 
+def distributed(model):
+    """``model`` in DistributedDataParallel, without the process group that making one needs."""
+    wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.module = model
+    return wrapper
+
+
 def test_compiled_and_wrapped_models_are_unwrapped_with_a_note(caplog):
     model, data = network(), samples()
     expected = Hessian(model, F.cross_entropy, data)
     with caplog.at_level(logging.INFO, logger="curvlab"):
-        for wrapped in (torch.compile(model), nn.DataParallel(model)):
+        for wrapped in (torch.compile(model), nn.DataParallel(model), distributed(model)):
             operator = Hessian(wrapped, F.cross_entropy, data)
             assert operator.layout.names == expected.layout.names
             assert relative(operator.dense(), expected.dense()) < 1e-12
     assert "OptimizedModule" in caplog.text
-    assert "DataParallel" in caplog.text
+    assert "inside DataParallel" in caplog.text
+    assert "inside DistributedDataParallel" in caplog.text
 
 
 def test_a_compiled_part_of_a_model_runs_eagerly():
