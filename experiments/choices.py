@@ -1,0 +1,128 @@
+"""The names a configuration may use, and what they stand for: streams, networks, learners."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from curvlab.learners import (
+    EWC,
+    GPM,
+    OGD,
+    SGD,
+    HeterogeneousDropout,
+    Learner,
+    PackNet,
+    Powerpropagation,
+    Progressive,
+    SGDDagger,
+    SpaceNet,
+)
+from curvlab.nets import (
+    kwinners_mlp,
+    mlp,
+    powerpropagate,
+    progressive_mlp,
+    slim_resnet18,
+    vit_cifar,
+)
+from curvlab.tasks import (
+    Task,
+    cifar10,
+    cifar100,
+    mnist,
+    rotated_mnist,
+    split_cifar10,
+    split_cifar100,
+)
+
+Stream = Callable[[bool, Path | None], list[Task]]  # embedded?, folder of the files
+
+
+def _rotated(embedded: bool, data: Path | None) -> list[Task]:
+    return rotated_mnist(None if embedded else mnist(data))
+
+
+def _rotated_20(embedded: bool, data: Path | None) -> list[Task]:
+    """Twenty rotations, 9 degrees apart: not a stream of the paper, but as long as its longest."""
+    angles = [-90.0 + 9.0 * index for index in range(20)]
+    return rotated_mnist(None if embedded else mnist(data), angles=angles)
+
+
+def _cifar10(embedded: bool, data: Path | None) -> list[Task]:
+    return split_cifar10(None if embedded else cifar10(data))
+
+
+def _cifar100(embedded: bool, data: Path | None) -> list[Task]:
+    if embedded:
+        raise ValueError("no CIFAR-100 images are embedded in the package; use its files")
+    return split_cifar100(cifar100(data))
+
+
+STREAMS: dict[str, Stream] = {
+    "rotated_mnist": _rotated,
+    "rotated_mnist_20": _rotated_20,
+    "split_cifar10": _cifar10,
+    "split_cifar100": _cifar100,
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A builder ``(seed, classes, tasks)``, and the steps between two checkpoints inside a task."""
+
+    build: Callable[[int, int, int], nn.Module]
+    save_every: int = 20_000
+
+
+HIDDEN = (50, 50, 50, 50)  # four layers: the paper's 18,010 parameters, not the three of its text
+
+NETWORKS: dict[str, Network] = {
+    "mlp": Network(lambda seed, classes, _: mlp((196, *HIDDEN, classes), seed=seed)),
+    "mlp_unbiased": Network(
+        lambda seed, classes, _: mlp((196, *HIDDEN, classes), bias=False, seed=seed)
+    ),
+    "mlp_tiny": Network(lambda seed, classes, _: mlp((196, 8, 8, classes), seed=seed)),
+    "mlp_tiny_unbiased": Network(
+        lambda seed, classes, _: mlp((196, 8, 8, classes), bias=False, seed=seed)
+    ),
+    "mlp_powers": Network(
+        lambda seed, classes, _: powerpropagate(mlp((196, *HIDDEN, classes), seed=seed))
+    ),
+    "mlp_kwinners": Network(
+        lambda seed, classes, _: kwinners_mlp((196, *HIDDEN, classes), 0.3, seed=seed)
+    ),
+    "mlp_columns": Network(
+        lambda seed, classes, tasks: progressive_mlp((196, *HIDDEN, classes), tasks, seed=seed)
+    ),
+    "resnet": Network(lambda seed, classes, _: slim_resnet18(classes, seed=seed), 500),
+    "resnet_small": Network(lambda seed, classes, _: slim_resnet18(classes, nf=6, seed=seed), 500),
+    "vit": Network(lambda seed, classes, _: vit_cifar(classes, seed=seed), 500),
+    "vit_small": Network(
+        lambda seed, classes, _: vit_cifar(
+            classes, hidden=48, depth=2, heads=4, mlp=96, seed=seed
+        ),
+        500,
+    ),
+}  # fmt: skip
+
+# From the learner's own figure and the samples for its memory to a fresh learner.
+LEARNERS: dict[str, Callable[[float, int], Learner]] = {
+    "SGD": lambda _level, _samples: SGD(),
+    "SGD-dagger": lambda epsilon, samples: SGDDagger(epsilon=epsilon, samples=samples),
+    "SGD-dagger-k": lambda k, samples: SGDDagger(int(k), samples=samples),
+    "OGD": lambda epsilon, samples: OGD(epsilon, samples=samples),
+    "GPM": lambda epsilon, samples: GPM(1.0 - epsilon, samples=samples),
+    "EWC": lambda strength, samples: EWC(strength, samples=samples),
+    "PackNet": lambda fraction, _samples: PackNet(fraction),
+    "SpaceNet": lambda _level, _samples: SpaceNet(
+        # for five tasks: 4 x 8 of 50 neurons are reserved when the last one picks its 18
+        selected=(18,) * 4, reserved=(8,) * 4, connections=(1800, 200, 200, 200, 120),
+    ),
+    "Progressive": lambda _level, _samples: Progressive(),
+    "k-winners": lambda epsilon, samples: HeterogeneousDropout(
+        GPM(1.0 - epsilon, samples=samples)
+    ),
+    "Powerpropagation": lambda fraction, _samples: Powerpropagation(fraction),
+}  # fmt: skip

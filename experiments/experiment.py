@@ -1,0 +1,72 @@
+"""What every label of the paper looks like to the command line and the report page.
+
+A module ends in ``EXPERIMENT = Experiment(...)``. Its ``run`` turns a configuration and seeds into
+metrics: JSON that holds all that its tables, claims and figure need. Those three read metrics
+alone, so a results file rebuilds the page without data, training or a second measurement.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.shelf import Shelf, Training
+from experiments.tables import Claim, Metrics, Table
+
+SIZES = ("demo", "scaled", "full")
+SEEDS = (11, 13, 21, 33, 55)  # the paper's
+
+BySeed = Mapping[int, Metrics]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One experiment, which may answer several labels.
+
+    Args:
+        label: As in the paper, ``"tab:VOC"``.
+        what: One line.
+        data: ``"none"``, ``"mnist"``, ``"cifar10"`` or ``"cifar100"``; what ``scaled`` and ``full``
+            read from files (``demo`` takes embedded data).
+        sizes: ``"demo"``, ``"scaled"``, ``"full"`` to the module's frozen ``Config``.
+        run: ``(config, seeds, shelf)`` to the metrics of each seed. All seeds at once, because the
+            shelf trains them side by side; the metrics of a seed may not depend on the others.
+        tables: ``(config, metrics by seed)`` to tables.
+        claims: ``(config, metrics by seed)`` to the paper's claims with verdicts.
+        cost: A size to what it takes: ``"2 min"``, ``"1 h on one A100 (estimate, not run)"``.
+        figure: ``(config, metrics by seed, path)`` draws ``path.png`` and ``path.pdf`` (the path
+            comes without a suffix); ``None`` where the paper has a table only.
+        trainings: The runs that ``run`` will ask of the shelf, so that ``--jobs`` can train
+            different ones in different processes before it measures.
+        also: Further labels of the paper that this experiment answers.
+        version: Raised when a change of the code changes the metrics: old results stop counting.
+    """
+
+    label: str
+    what: str
+    data: str
+    sizes: Mapping[str, Any]
+    run: Callable[[Any, Sequence[int], Shelf], dict[int, Metrics]]
+    tables: Callable[[Any, BySeed], list[Table]]
+    claims: Callable[[Any, BySeed], list[Claim]]
+    cost: Mapping[str, str] = field(default_factory=dict)
+    figure: Callable[[Any, BySeed, Path], None] | None = None
+    trainings: Callable[[Any], Sequence[Training]] | None = None
+    also: tuple[str, ...] = ()
+    version: str = "1"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """All labels of the paper that it answers."""
+        return (self.label, *self.also)
+
+
+def rounded(value: Any) -> Any:
+    """JSON numbers to 6 significant digits, through lists and dictionaries: results stay small."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {str(key): rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(entry) for entry in value]
+    return value

@@ -1,0 +1,169 @@
+"""Trained runs, computed once and shared by every table and figure that needs them.
+
+A :class:`Training` says all that decides a run but the seed. The shelf trains what is missing (all
+missing seeds side by side), keeps one file per seed under ``runs/`` and hands out what is there.
+Training stops and resumes at its checkpoint; two processes that want the same runs train them once.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from curvlab.learners.statistics import BatchNormPolicy
+from curvlab.parameters import load_parameter_vector
+from curvlab.storage import StorageError
+from curvlab.tasks import Task, limit
+from curvlab.training import Evaluation, Run, Schedule, learn
+from experiments.choices import LEARNERS, NETWORKS, STREAMS
+from experiments.store import Store, key_of, make_result
+
+VERSION = "1"  # raised when a change of the library changes what training gives
+LABEL = "run"  # of the result lines that say how a run went and how long it took
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything but the seed that decides a run. Names are those of :mod:`experiments.choices`."""
+
+    stream: str
+    network: str
+    learner: str = "SGD"
+    level: float = 0.0  # the learner's own figure: eps, k or strength
+    rates: str = "0.01"  # of the first and the later tasks, in the paper's notation: "{0.01, 1e-5}"
+    epochs: str = "5"  # "{30/60/70, 10}": the rate decays after 30 and 60, the task ends at 70
+    tasks: int | None = None  # the first so many; None is all
+    train: int | None = None  # samples per task; None is all
+    test: int | None = None
+    samples: int = 1000  # for Hessians and memories
+    batch_size: int = 10
+    batchnorm: BatchNormPolicy | None = None  # needed where the network has running statistics
+    embedded: bool = False  # the package's own data in place of files
+
+    def schedule(self) -> Schedule:
+        return Schedule.parse(self.rates, self.epochs)
+
+    @property
+    def key(self) -> str:
+        return key_of("training", self, 0, VERSION)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Runs below a results folder.
+
+    Args:
+        store: The results folder.
+        data: Folder of the data files; ``None`` takes ``CURVLAB_DATA``.
+        command: Kept with each run: what to type to make it again.
+        progress: Whether training says where it is; ``None`` does so on a terminal only.
+    """
+
+    store: Store
+    data: Path | None = None
+    command: str = ""
+    progress: bool | None = None
+
+    def runs(self, training: Training, seeds: Sequence[int]) -> list[Run]:
+        """The run of each seed, trained now if it is not there."""
+        with self.store.locked(f"training-{training.key}"):
+            missing = [seed for seed in seeds if not self.file(training, seed).exists()]
+            if missing:
+                self._train(training, missing)
+        return [self._load(training, seed) for seed in seeds]
+
+    def file(self, training: Training, seed: int) -> Path:
+        return self.store.folder / "runs" / f"{training.key}-{seed}.safetensors"
+
+    def tasks(self, training: Training) -> list[Task]:
+        """The stream as this training sees it."""
+        return stream_of(
+            training.stream, training.embedded, self.data, training.tasks, training.train,
+            training.test,
+        )  # fmt: skip
+
+    def model(self, training: Training, seed: int) -> nn.Module:
+        """The network before training."""
+        stream = self.tasks(training)
+        classes = max(task.classes for task in stream)
+        return NETWORKS[training.network].build(seed, classes, len(stream))
+
+    def model_after(self, training: Training, run: Run, task: int) -> nn.Module:
+        """The network as ``run`` left it after task ``task`` (from 0), in eval mode."""
+        model = self.model(training, run.seed)
+        load_parameter_vector(model, run.snapshots[task])
+        buffers = dict(model.named_buffers())
+        for name, values in run.buffers.items():
+            buffers[name].copy_(values[task])
+        return model.eval()
+
+    def _load(self, training: Training, seed: int) -> Run:
+        try:
+            return Run.load(self.file(training, seed))
+        except StorageError as error:
+            raise StorageError(f"{error}. Delete the file, and the run is trained again") from error
+
+    def _train(self, training: Training, seeds: list[int]) -> None:
+        began = time.perf_counter()
+        # named after the seeds too: they are trained as one program and stop as one
+        group = hashlib.sha256(json.dumps([training.key, seeds]).encode()).hexdigest()[:16]
+        checkpoint = self.store.folder / "runs" / f"{group}.checkpoint"
+        network = NETWORKS[training.network]
+        runs = learn(
+            lambda seed: self.model(training, seed),
+            self.tasks(training),
+            LEARNERS[training.learner](training.level, training.samples),
+            training.schedule(),
+            seeds=seeds,
+            batch_size=training.batch_size,
+            batchnorm=training.batchnorm,
+            evaluation=Evaluation(train=0),
+            checkpoint=checkpoint,
+            checkpoint_every=network.save_every,
+            progress=self.progress,
+        )
+        for run in runs:
+            run.save(self.file(training, run.seed))
+        spent = time.perf_counter() - began
+        self.store.append([
+            make_result(LABEL, "", run.seed, training, _summary(run), spent / len(runs), VERSION,
+                        self.command)
+            for run in runs
+        ])  # fmt: skip
+        checkpoint.unlink()
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    """Test accuracies, what the learner keeps, and the seconds of all seeds together."""
+    kept = ("directions", "ranks", "k", "memory_bytes", "products", "train_seconds",
+            "transform_seconds", "after_task_seconds", "evaluate_seconds", "steps")  # fmt: skip
+    return {
+        "test_accuracy": [
+            [round(a, 4) for a in row[: t + 1]] for t, row in enumerate(run.test_accuracy.tolist())
+        ],
+        "notes": [
+            {name: _short(note[name]) for name in kept if name in note} for note in run.notes
+        ],
+    }
+
+
+def _short(value: Any) -> Any:
+    return round(value, 1) if isinstance(value, float) else value
+
+
+@lru_cache(maxsize=8)
+def stream_of(
+    name: str, embedded: bool, data: Path | None, tasks: int | None, train: int | None,
+    test: int | None,
+) -> list[Task]:  # fmt: skip
+    """A stream, kept for the next label that asks: reading and rotating take seconds."""
+    if (tasks, train, test) != (None, None, None):
+        whole = stream_of(name, embedded, data, None, None, None)[:tasks]
+        return limit(whole, train=train, test=test)
+    return STREAMS[name](embedded, data)
