@@ -1,81 +1,53 @@
-"""Certified curvature for PyTorch: operators, eigensolvers, memory bases, continual learning."""
+"""Certified curvature for PyTorch: operators, eigensolvers, memory bases, continual learning.
 
-from curvlab.basis import Basis
-from curvlab.batches import freeze
-from curvlab.eigen import (
-    Density,
-    Eigenpairs,
-    Estimate,
-    NotConvergedError,
-    SpectralEnergy,
-    SpectrumTracker,
-    block_lanczos,
-    diagonal,
-    lanczos,
-    power_iteration,
-    spectral_density,
-    spectral_energy,
-    trace,
-)
-from curvlab.operators import (
-    BlockDiagonal,
-    Dense,
-    EmpiricalFisher,
-    Fisher,
-    FromFunction,
-    FunctionalHessian,
-    GaussNewton,
-    Hessian,
-    Objective,
-    average,
-    from_scipy,
-    to_scipy,
-)
-from curvlab.parameters import load_parameter_vector, parameter_count, parameter_vector
-from curvlab.probe import Certificate, LinearOperator, OperatorError, probe
-from curvlab.storage import StorageError
-from curvlab.training import Run, Schedule, learn
+``import curvlab`` loads nothing: torch alone takes two seconds, and ``curvlab --help`` has no use
+for it. The names of :mod:`curvlab.public` are here from the first time one of them is asked for.
+"""
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from curvlab.public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Basis",
-    "BlockDiagonal",
-    "Certificate",
-    "Dense",
-    "Density",
-    "Eigenpairs",
-    "EmpiricalFisher",
-    "Estimate",
-    "Fisher",
-    "FromFunction",
-    "FunctionalHessian",
-    "GaussNewton",
-    "Hessian",
-    "LinearOperator",
-    "NotConvergedError",
-    "Objective",
-    "OperatorError",
-    "Run",
-    "Schedule",
-    "SpectralEnergy",
-    "SpectrumTracker",
-    "StorageError",
-    "__version__",
-    "average",
-    "block_lanczos",
-    "diagonal",
-    "freeze",
-    "from_scipy",
-    "lanczos",
-    "learn",
-    "load_parameter_vector",
-    "parameter_count",
-    "parameter_vector",
-    "power_iteration",
-    "probe",
-    "spectral_density",
-    "spectral_energy",
-    "to_scipy",
-    "trace",
-]
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module 'curvlab' has no attribute {name!r}")
+    from importlib import import_module
+
+    public = import_module("curvlab.public")
+    if name == "__all__":
+        return [*public.__all__, "__version__"]
+    if name not in public.__all__:
+        raise AttributeError(f"module 'curvlab' has no attribute {name!r}")
+    value = getattr(public, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})
+
+
+class _Package(ModuleType):
+    """``curvlab.probe`` is the function, though a module of that name is loaded as well.
+
+    Loading a submodule sets it as an attribute of its package; here that must not happen.
+    """
+
+    @property
+    def probe(self) -> Any:
+        from curvlab.public import probe
+
+        return probe
+
+    @probe.setter
+    def probe(self, module: ModuleType) -> None:
+        """Ignore the module: it stays reachable by ``from curvlab.probe import ...``."""
+
+
+sys.modules[__name__].__class__ = _Package
