@@ -70,3 +70,8 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [rounded(entry) for entry in value]
     return value
+
+
+def file_name(label: str) -> str:
+    """A label as the stem of a file's name."""
+    return "".join(letter if letter.isalnum() else "-" for letter in label)
