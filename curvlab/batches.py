@@ -8,6 +8,7 @@ refused, unless :func:`freeze` is called on it, which says that one pass is the 
 """
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,6 +173,17 @@ def leaves(batch: Any) -> list[Any]:
 def tensors(batch: Any) -> list[Tensor]:
     """The tensors of ``batch``, in a fixed order."""
     return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def digest(batches: Iterable[Any]) -> str:
+    """A short hash over every tensor of ``batches``, for the record."""
+    total = hashlib.sha256()
+    for batch in batches:
+        for tensor in tensors(batch):
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+            total.update(flat.view(torch.uint8).numpy().data)
+    return total.hexdigest()[:16]
 
 
 def require_finite(batches: Batches) -> None:

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import platform
+import shlex
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,11 +60,33 @@ def save_tensors(
     from safetensors.torch import save
 
     stored = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    text = json.dumps({**versions(), **manifest, "kind": kind, "format": FORMAT}, sort_keys=True)
+    text = _manifest_text(kind, manifest)
     header = {"curvlab": text, "sha256": _digest(text, stored)}
     payload = save(stored, metadata=header)
     write_atomically(path, lambda file: Path(file).write_bytes(payload))
     return Path(path)
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """What a file says of itself: kind, versions, command, whatever its writer added.
+
+    Only the header is read; :func:`load_tensors` verifies the checksum.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise StorageError(f"{path} does not exist")
+    with path.open("rb") as file:
+        try:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(path.stat().st_size - 8, HEADER_BYTES):
+                raise ValueError("its header does not fit into it")
+            header = json.loads(file.read(length)).get("__metadata__", {})
+            manifest: dict[str, Any] = json.loads(header["curvlab"]) if "curvlab" in header else {}
+        except (ValueError, AttributeError, TypeError) as error:
+            raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
+    if "kind" not in manifest:
+        raise StorageError(f"{path} is a safetensors file, but curvlab did not write it")
+    return manifest
 
 
 def load_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -108,7 +132,7 @@ def save_pieces(
     path: str | Path, kind: str, tensors: Mapping[str, Pieces], manifest: Mapping[str, Any]
 ) -> Path:
     """:func:`save_tensors` for tensors larger than the memory; the same file, written in pieces."""
-    text = json.dumps({**versions(), **manifest, "kind": kind, "format": FORMAT}, sort_keys=True)
+    text = _manifest_text(kind, manifest)
     names = {dtype: name for name, dtype in DTYPES.items()}
     entries: dict[str, Any] = {
         "__metadata__": {"curvlab": text, "sha256": _digest_pieces(text, tensors)}
@@ -233,6 +257,17 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
+
+
+def command() -> str:
+    """The command line of this process, as it would be typed."""
+    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    return shlex.join([name, *sys.argv[1:]])
+
+
+def _manifest_text(kind: str, manifest: Mapping[str, Any]) -> str:
+    facts = {**versions(), "command": command(), **manifest, "kind": kind, "format": FORMAT}
+    return json.dumps(facts, sort_keys=True)
 
 
 def _checked_manifest(path: Path, text: str, kind: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Nothing in the file is executed: numbers, and a JSON manifest. What it claims is
 its own tensors before a basis is built from it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 KIND = "basis"
 
 
-def save(basis: "Basis", path: str | Path) -> Path:
+def save(basis: "Basis", path: str | Path, about: Mapping[str, Any]) -> Path:
     """See :meth:`Basis.save`."""
     ld = padded(basis.n)
 
@@ -43,6 +43,7 @@ def save(basis: "Basis", path: str | Path) -> Path:
         "n": basis.n,
         "capacity": basis.capacity,
         "segments": segments.to_json(basis.segments),
+        "about": dict(about),
     }
     return save_pieces(path, KIND, tensors, manifest)
 

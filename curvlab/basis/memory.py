@@ -11,10 +11,11 @@ matrix ``G`` of the stored rows, so it is exact for the span of what is stored. 
 is that this span is not quite the one that was asked for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import torch
 from curvlab_kernels import ops
@@ -285,9 +286,13 @@ class Basis:
         """Angles between the spans, in radians, ascending: ``(min(size, other.size),)``."""
         return subspaces.principal_angles(self, other)
 
-    def save(self, path: str | Path) -> Path:
-        """Write rows, Gram matrix and provenance to one file, atomically; in pieces."""
-        return files.save(self, path)
+    def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> Path:
+        """Write rows, Gram matrix and provenance to one file, atomically; in pieces.
+
+        Args:
+            about: More facts for the manifest (JSON).
+        """
+        return files.save(self, path, about or {})
 
     @classmethod
     def load(

@@ -7,8 +7,10 @@ not the smoothing that a picture applies.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from curvlab_kernels import ops
@@ -93,9 +95,9 @@ class Density:
         """``tr A^power``."""
         return _estimate(self.n * (self.weights * self.nodes**power).sum(1))
 
-    def save(self, path: str | Path) -> Path:
-        """Write to one ``.safetensors`` file."""
-        facts = {"n": self.n, "products": self.products}
+    def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> Path:
+        """Write to one ``.safetensors`` file; ``about`` adds facts to its manifest."""
+        facts = {"n": self.n, "products": self.products, "about": dict(about or {})}
         return save_tensors(path, "density", {"nodes": self.nodes, "weights": self.weights}, facts)
 
     @classmethod

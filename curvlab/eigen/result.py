@@ -11,7 +11,7 @@ zero (at most ``floor``) cannot meet a relative tolerance; it counts as converge
 is also at most ``floor``, and ``reason`` says how many such pairs there are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -149,10 +149,15 @@ class Eigenpairs:
             f"{self.reason})\n{self.table(most=10)}"
         )
 
-    def save(self, path: str | Path) -> Path:
-        """Write to one ``.safetensors`` file with a checksum; see :mod:`curvlab.storage`."""
+    def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> Path:
+        """Write to one ``.safetensors`` file with a checksum; see :mod:`curvlab.storage`.
+
+        Args:
+            about: More facts for the manifest (JSON), such as ``operator.about()``.
+        """
         facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
         facts["certificate"] = certificate_facts(self.certificate)
+        facts["about"] = dict(about or {})
         tensors = {name: getattr(self, name) for name in _TENSORS}
         return save_tensors(path, "eigenpairs", tensors, facts)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from curvlab.batches import rows, sample_count, tensors
+from curvlab.batches import digest, rows, sample_count, tensors
 from curvlab.operators.objective import Loss, Objective, Reduction
 from curvlab.operators.operator import Operator
 from curvlab.operators.policy import BAND, Mode, Precision, arithmetic
@@ -134,6 +134,22 @@ class Curvature(Operator):
     def gradient(self) -> Tensor:
         """The gradient of the objective on the same data, ``(n,)``."""
         return self.problem.gradient()
+
+    def about(self) -> dict[str, Any]:
+        """What was differentiated, for a saved result: kind, sizes, settings, digests."""
+        problem = self.problem
+        return {
+            "operator": type(self).__name__,
+            "model": type(problem.model).__name__,
+            "parameters": digest([problem.parameters]),
+            "data": digest(problem.batches),
+            "samples": self.samples,
+            "loss": self.loss,
+            "reduction": problem.reduction,
+            "precision": problem.precision,
+            "dtype": str(self.dtype),
+            "engine": self.engine,
+        }
 
     def probe(self, *, seed: int = 0) -> Certificate:
         """Measure the whole operator with four products; the result becomes its certificate."""

@@ -100,7 +100,7 @@ def learn(
         loop.train(index, tasks[index], bar, checkpoint_every)
         loop.consolidate(index, tasks, evaluation, snapshots)
         bar.end(_summary(record, index))
-    return record.runs(population, learner, config)
+    return record.runs(population, learner, config | {"data": data_digest(tasks)})
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """What training leaves behind: matrices, snapshots, notes; one :class:`Run` per seed."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ class Run:
     notes: list[dict[str, Any]]
     config: dict[str, Any]
 
-    def save(self, path: str | Path) -> Path:
-        """Write the run to one file (safetensors with a JSON manifest)."""
+    def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> Path:
+        """Write the run to one file (safetensors, JSON manifest); ``about`` adds facts to it."""
         tensors = {name: getattr(self, name) for name in (*MATRICES, "initial", "snapshots")}
         tensors |= {f"buffers/{name}": value for name, value in self.buffers.items()}
         manifest = {
@@ -57,6 +58,7 @@ class Run:
             "tasks": list(self.tasks),
             "notes": self.notes,
             "config": self.config,
+            "about": dict(about or {}),
         }
         return save_tensors(path, "run", tensors, manifest)
 
