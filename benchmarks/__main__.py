@@ -1,49 +1,129 @@
-"""All benchmarks in turn: ``python -m benchmarks [--size small|full] [--only NAME ...]``.
+"""One front for all benchmarks.
 
-Each runs in a process of its own, so that none inherits another's memory or compiled code, and
-writes its rows under ``--out``. ``small`` shows in minutes that everything works; the targets speak
-of ``full``. Nothing else should run on the machine meanwhile.
+    python -m benchmarks [SUBJECT ...] [--size small|standard|full] [--out DIR] [--minutes M]
+    python -m benchmarks list
+    python -m benchmarks verdicts FILE ...
+    python -m benchmarks compare BASE HEAD [--time]
+    python -m benchmarks page [--rows FILE ...]
+
+Each subject runs in a process of its own, so that none inherits another's memory or compiled code,
+and writes its rows under ``--out``. In the end every target is shown with what was measured and a
+verdict. Nothing else should run on the machine meanwhile. A subject that would not end within
+``--minutes`` by its usual time is left out, and its targets are not measured here.
 """
 
 import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-COMMANDS: dict[str, list[str]] = {
-    "products": ["--size", "{size}", "--out", "{out}/products.csv"],
-    "dense_hessian": ["--size", "{size}", "--out", "{out}/dense_hessian.csv"],
-    "eigensolvers": ["--size", "{size}", "--out", "{out}"],
-    "energy": ["--size", "{size}", "--out", "{out}/energy.csv"],
-    "projection": ["--size", "{size}", "--out", "{out}"],
-    "learners": ["--out", "{out}/learners.csv"],
-}
+from benchmarks.measure import Row, format_table, read_rows
+from benchmarks.subjects import SIZES, SUBJECTS, Size, command
 
 
-def main() -> int:
+def run(names: Sequence[str], size: Size, out: Path, minutes: float) -> int:
+    """Measure the subjects in turn, print the verdicts, and return the exit code."""
+    from benchmarks import verdicts
+
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    rows: list[Row] = []
+    failed, left_out = [], []
+    for name in names:
+        subject = SUBJECTS[name]
+        passed = time.perf_counter() - began
+        if size not in subject.arguments:
+            left_out.append(f"{name} (not at size {size})")
+            continue
+        if passed + subject.seconds[size] > 60 * minutes:
+            left_out.append(f"{name} (about {subject.seconds[size]} s)")
+            continue
+        given = command(name, size, str(out))
+        print(f"\n== python -m {' '.join(given)}", flush=True)
+        done = subprocess.run([sys.executable, "-m", *given], check=False)
+        print(f"== {name}: {time.perf_counter() - began - passed:.0f} s", flush=True)
+        if done.returncode:
+            failed.append(name)
+        else:
+            rows += read_rows(out / f"{name}.csv")
+    print(f"\n== targets, from {len(rows)} rows in {out}")
+    print(verdicts.table(verdicts.judge(rows)))
+    print(f"\n{(time.perf_counter() - began) / 60:.1f} minutes")
+    if left_out:
+        print(f"left out: {', '.join(left_out)}; name a subject to run it alone")
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--size", choices=("small", "full"), default="small")
-    parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS))
+    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help="by default all of `list`")
+    parser.add_argument("--size", choices=SIZES, default="standard")
     parser.add_argument("--out", type=Path, default=Path("results") / "benchmarks")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    failed = []
-    for name in options.only:
-        given = [part.format(size=options.size, out=options.out) for part in COMMANDS[name]]
-        print(f"\n== python -m benchmarks.{name} {' '.join(given)}", flush=True)
-        began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *given], check=False)
-        print(f"== {name}: {time.perf_counter() - began:.0f} s", flush=True)
-        if done.returncode:
-            failed.append(name)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="leave out what would not end in time"
+    )
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.subjects if name not in SUBJECTS]
+    if unknown:
+        parser.error(f"no subject {unknown[0]!r}; there are {', '.join(SUBJECTS)}")
+    return run(options.subjects or list(SUBJECTS), options.size, options.out, options.minutes)
+
+
+def _list(arguments: Sequence[str]) -> int:
+    argparse.ArgumentParser(prog="python -m benchmarks list").parse_args(arguments)
+    lines = [
+        [name, *(f"{s.seconds[z]} s" if z in s.seconds else "-" for z in SIZES), s.what]
+        for name, s in SUBJECTS.items()
+    ]
+    print(format_table(["subject", *SIZES, "what"], lines))
+    return 0
+
+
+def _verdicts(arguments: Sequence[str]) -> int:
+    from benchmarks import verdicts
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks verdicts")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="rows, .csv or .json")
+    options = parser.parse_args(arguments)
+    rows = [entry for file in options.files for entry in read_rows(file)]
+    print(verdicts.table(verdicts.judge(rows)))
+    return 0
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    from benchmarks import compare
+
+    return compare.main(arguments)
+
+
+def _page(arguments: Sequence[str]) -> int:
+    from benchmarks import page
+
+    return page.main(arguments)
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "list": _list,
+    "verdicts": _verdicts,
+    "compare": _compare,
+    "page": _page,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; see the file's header."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in VERBS:
+        return VERBS[given[0]](given[1:])
+    return _run(given)
 
 
 if __name__ == "__main__":

@@ -1,152 +1,70 @@
 """Eigensolvers on the same operators, to the same residual; who misses it is not timed.
 
     python -m benchmarks.eigensolvers [--size small|full] [--operators outliers mlp resnet vit]
-                                      [--k 20] [--tol 1e-3] [--out DIR] [--curve]
+                                      [--k 20] [--tol 1e-3] [--rounds 3] [--out DIR] [--curve]
 
 For each operator (a prescribed spectrum, and the Hessians of :mod:`benchmarks.trained`) every
 solver looks for the top k by magnitude. The gate: every true relative residual, from one explicit
-product per pair, is at most ``tol``, and no pair of the reference set is missing. SciPy's tolerance
-is tightened until it passes. Then whole solves are timed in interleaved rounds, in units of one
-gradient on the same data. ``--curve`` draws products and time against accuracy.
+product per pair, is at most ``tol``, and no pair of the reference set is missing. A solver that
+misses may try again with more effort; what it gave at its defaults stays in the table. The solve
+that passed is the first sample, timed between two gradients on the same data; ``--rounds`` more
+are interleaved. ``--curve`` adds products and time against accuracy.
 
 Deflated power iteration needs thousands of products: where it cannot be run to the end its products
-are counted on a diagonal operator with the Ritz values of the real one, and said to be simulated.
+are counted on a diagonal operator with the Ritz values of the real one, and one product is timed.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import peers
+from benchmarks.eigensolver_contenders import (
+    Answer,
+    Contender,
+    Diagonal,
+    Problem,
+    contenders,
+    problem,
+)
 from benchmarks.measure import (
+    Quantiles,
     Row,
+    environment,
     format_table,
     interleave,
-    per_round_ratio,
     quantiles,
     row,
-    version_of,
     write_rows,
 )
-from benchmarks.networks import Network
-from benchmarks.trained import SIZES, trained
-from curvlab.eigen import Eigenpairs, block_lanczos, lanczos, power_iteration
-from curvlab.operators import Hessian
+from benchmarks.trained import SIZES
+from curvlab.eigen import lanczos, power_iteration
 from curvlab.probe import LinearOperator
 
 THREADS = 2
-Answer = tuple[Tensor, Tensor, int]  # values (k,), vectors (k, n), products
-Solver = Callable[[float], Answer]
-
-
-class Diagonal:
-    """A prescribed spectrum: as cheap as an operator can be."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.n, self.dtype, self.device = len(values), values.dtype, values.device
-
-    def __matmul__(self, vectors: Tensor) -> Tensor:
-        return vectors * self.values
+COUNTED = "deflated power iteration, counted"
+CURVE = (1e-1, 1e-2, 1e-3, 1e-4)  # tolerances of the curve
+SHORT = 3.0  # seconds of samples that a fast solver gets at least, whatever --rounds says
 
 
 @dataclass(slots=True)
-class Problem:
-    """An operator, what one gradient costs beside it, and its top pairs as a reference."""
+class Outcome:
+    """What the gate found, and the samples so far: seconds, or gradients where there are any."""
 
-    name: str
-    operator: LinearOperator
-    gradient: Callable[[], object] | None
-    network: Network | None
-    solvers: dict[str, tuple[str, Solver]] = field(default_factory=dict)  # name -> version, solver
+    contender: Contender
+    answer: Answer
+    effort: float
+    residual: float
+    missing: int
+    first_residual: float  # at its own defaults
+    samples: list[float] = field(default_factory=list)
 
-
-def outliers(n: int = 100_000) -> Diagonal:
-    """Hessian-shaped: thirty outliers, a decaying bulk, small negative values."""
-    top = torch.logspace(2, 0.3, 30, dtype=torch.float64)
-    bulk = torch.logspace(0, -6, n - 1030, dtype=torch.float64)
-    negative = -torch.logspace(-1.5, -6, 1000, dtype=torch.float64)
-    return Diagonal(torch.cat([top, bulk, negative]).float())
-
-
-def problem(name: str, size: str) -> Problem:
-    """The operator called ``name``, without solvers."""
-    if name == "outliers":
-        return Problem(name, outliers(100_000 if size == "full" else 10_000), None, None)
-    network = trained(SIZES[size][name])
-    operator = Hessian(network.model, network.loss, (network.inputs, network.targets))
-    parameters = list(network.model.parameters())
-
-    def gradient() -> object:
-        value = network.loss(network.model(network.inputs), network.targets)
-        return torch.autograd.grad(value, parameters)
-
-    return Problem(name, operator, gradient, network)
-
-
-def ours(solve: Callable[..., Eigenpairs], operator: LinearOperator, k: int, **more: str) -> Solver:
-    def run(tol: float) -> Answer:
-        pairs = solve(operator, k, tol=tol, progress=False, **more)
-        return pairs.values, pairs.vectors, pairs.matvecs
-
-    return run
-
-
-def scipy_solver(product: Callable[[Tensor], Tensor], n: int, k: int) -> Solver:
-    """ARPACK around a product of one float32 vector."""
-    from scipy.sparse.linalg import LinearOperator as Scipy
-    from scipy.sparse.linalg import eigsh
-
-    def run(tol: float) -> Answer:
-        count = 0
-
-        def matvec(vector: np.ndarray) -> np.ndarray:
-            nonlocal count
-            count += 1
-            image = product(torch.from_numpy(np.ascontiguousarray(vector.reshape(-1))))
-            return np.asarray(image.detach().numpy())
-
-        start = torch.randn(n, generator=torch.Generator().manual_seed(0)).numpy()
-        wrapped = Scipy((n, n), matvec=matvec, dtype=np.float32)
-        values, columns = eigsh(wrapped, k=k, which="LM", tol=tol, v0=start)
-        order = np.argsort(-np.abs(values))
-        vectors = torch.from_numpy(np.ascontiguousarray(columns.T[order]))
-        return torch.from_numpy(values[order].astype(np.float64)), vectors, count
-
-    return run
-
-
-def contenders(found: Problem, k: int, power: bool) -> dict[str, tuple[str, Solver]]:
-    """Every solver for the operator: ours, SciPy on our product, and what peers are installed."""
-    operator, own = found.operator, version_of("curvlab")
-    table: dict[str, tuple[str, Solver]] = {
-        "lanczos": (own, ours(lanczos, operator, k)),
-        "lanczos, uncertified": (own, ours(lanczos, operator, k, multiplicity="skip")),
-        "block lanczos": (own, ours(block_lanczos, operator, k)),
-        "scipy eigsh, our product": (
-            version_of("scipy"),
-            scipy_solver(lambda v: operator @ v, operator.n, k),
-        ),
-    }
-    if power:
-
-        def power_solver(tol: float) -> Answer:
-            pairs = power_iteration(operator, k, tol=tol, stop="residual", max_products=100_000)
-            return pairs.values, pairs.vectors, pairs.matvecs
-
-        table["deflated power iteration"] = (own, power_solver)
-    if found.network is not None:
-        net = found.network
-        for peer in peers.installed():
-            product = peer.hessian(net.model, net.loss, net.inputs, net.targets)
-            solver = scipy_solver(lambda v, p=product: p(v[None])[0], operator.n, k)  # type: ignore[misc]
-            table[f"scipy eigsh, {peer.DISTRIBUTION}"] = (version_of(peer.DISTRIBUTION), solver)
-    return table
+    def passes(self, tol: float) -> bool:
+        return self.residual <= tol and self.missing == 0
 
 
 def residuals(operator: LinearOperator, values: Tensor, vectors: Tensor) -> Tensor:
@@ -159,32 +77,45 @@ def residuals(operator: LinearOperator, values: Tensor, vectors: Tensor) -> Tens
     return torch.tensor(found, dtype=torch.float64)
 
 
-def trouble(operator: LinearOperator, answer: Answer, truth: Tensor, tol: float) -> str:
-    """What is wrong with an answer; empty if nothing is."""
+def judged(
+    operator: LinearOperator, answer: Answer, truth: Tensor, tol: float
+) -> tuple[float, int]:
+    """Worst residual of the pairs, and how many of the wanted ones are not among them."""
     values, vectors, _ = answer
-    worst = float(residuals(operator, values, vectors).max())
-    if not worst <= tol:
-        return f"residual {worst:.1e}"
+    found = residuals(operator, values, vectors)
+    worst = float(found.max()) if bool(found.isfinite().all()) else float("inf")
     size = truth.abs()
-    missing = (values.abs() - size).abs() > tol * size + 1e-6 * size[0]
-    if bool(missing.any()):
-        return f"{int(missing.sum())} pairs missing"
-    return ""
+    got = values.abs().sort(descending=True).values
+    missing = ~((got - size).abs() <= tol * size + 1e-6 * size[0])
+    return worst, int(missing.sum())
 
 
-def settle(
-    found: Problem, solver: Solver, truth: Tensor, tol: float
-) -> tuple[float, Answer | None, str]:
-    """The loosest tolerance of its own at which ``solver`` passes the gate at ``tol``."""
-    own = tol
-    wrong = ""
-    for _ in range(4):
-        answer = solver(own)
-        wrong = trouble(found.operator, answer, truth, tol)
-        if not wrong:
-            return own, answer, ""
-        own /= 3.0
-    return own, None, wrong
+def sample(found: Problem, contender: Contender, effort: float) -> tuple[Answer, float]:
+    """One solve, and its time in gradients measured right before and after it (or in seconds)."""
+
+    def beside() -> float:
+        if found.gradient is None:
+            return 1.0
+        return min(interleave({"one": found.gradient}, rounds=2, threads=THREADS)["one"])
+
+    before = beside()
+    began = time.perf_counter()
+    answer = contender.solve(effort)
+    seconds = time.perf_counter() - began
+    return answer, seconds / (0.5 * (before + beside()))
+
+
+def enter(found: Problem, contender: Contender, truth: Tensor, tol: float) -> Outcome:
+    """Run at the contender's default, then with more effort until the gate lets it pass."""
+    first = None
+    for effort in contender.efforts:
+        answer, taken = sample(found, contender, effort)
+        worst, missing = judged(found.operator, answer, truth, tol)
+        first = worst if first is None else first
+        outcome = Outcome(contender, answer, effort, worst, missing, first, [taken])
+        if outcome.passes(tol):
+            break
+    return outcome
 
 
 def simulated_power(operator: LinearOperator, k: int, tol: float) -> int:
@@ -195,85 +126,130 @@ def simulated_power(operator: LinearOperator, k: int, tol: float) -> int:
     return power_iteration(surrogate, k, tol=tol, stop="residual", max_products=200_000).matvecs
 
 
-def benchmark(found: Problem, k: int, tol: float, rounds: int, power: bool) -> list[Row]:
+def benchmark(
+    found: Problem, k: int, tol: float, rounds: int, *, whole: bool, only: Sequence[str] = ()
+) -> list[Row]:
     """Gate and time all solvers on one operator; prints a table and returns its rows."""
-    truth = lanczos(found.operator, k, tol=tol / 30, progress=False)
-    passed: dict[str, tuple[float, Answer]] = {}
-    lines: dict[str, list[str]] = {}
-    table = contenders(found, k, power)
-    for name, (version, solver) in table.items():
-        own, answer, wrong = settle(found, solver, truth.values, tol)
-        lines[name] = [name, version, "-", "-", wrong or "ok"]
-        if answer is not None:
-            passed[name] = (own, answer)
-            lines[name][2] = str(answer[2])
-            if own != tol:
-                lines[name][4] = f"ok, its tol {own:.0e}"
-    calls = {name: (lambda n=name: table[n][1](passed[n][0])) for name in passed}
-    unit = {"gradient": found.gradient} if found.gradient else {}
-    seconds = interleave({**unit, **calls}, rounds=rounds, warmup=0, threads=THREADS)
-    rows = []
-    for name in passed:
-        measured = seconds[name]
-        if found.gradient:
-            measured = per_round_ratio(seconds[name], seconds["gradient"])
-        spread = quantiles(measured)
-        word = "gradients" if found.gradient else "seconds"
-        lines[name][3] = f"{spread.p50:.4g} ({spread.p20:.4g}-{spread.p80:.4g})"
-        version = table[name][0]
-        for metric, of, value in (
-            ("time", word, spread),
-            ("products", "products", float(passed[name][1][2])),
-        ):
-            subject = f"eigensolver k={k} tol={tol:g}"
-            rows.append(
-                row(subject, name, metric, of, found.name, value, threads=THREADS, version=version)
-            )
-    if not power:
-        count = simulated_power(found.operator, k, tol)
-        lines["power"] = ["deflated power iteration", "", f"{count}", "-", "simulated count"]
-    word = "gradients" if found.gradient else "seconds"
+    truth = lanczos(found.operator, k, tol=tol / 30, progress=False).values
+    table = contenders(found, k, tol, truth, whole=whole)
+    outcomes = {
+        name: enter(found, contender, truth, tol)
+        for name, contender in table.items()
+        if not only or name.startswith(tuple(only))
+    }
+    passed = {name: one for name, one in outcomes.items() if one.passes(tol)}
+    names = list(passed)
+    turns = {name: _turns(passed[name], rounds, found) for name in names}
+    for turn in range(1, max(turns.values(), default=0)):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            if turn < turns[name]:
+                one = passed[name]
+                one.samples.append(sample(found, one.contender, one.effort)[1])
+    rows = [entry for name, one in outcomes.items() for entry in rows_of(found, name, one, k, tol)]
+    if not whole:
+        rows += _counted_power(found, k, tol)
     print(f"\n{found.name}: n = {found.operator.n:,}, top {k} at relative residual {tol:g}")
-    print(
-        format_table(["solver", "version", "products", f"time in {word}", "gate"], lines.values())
-    )
+    print(render(rows), flush=True)
     return rows
 
 
-def curve(found: Problem, k: int, path: Path) -> None:
-    """Products and time against accuracy, for the solvers that are not hopeless."""
-    import matplotlib
+def _turns(outcome: Outcome, rounds: int, found: Problem) -> int:
+    """Samples of a solver: more where a solve is short."""
+    seconds = outcome.samples[0]
+    if found.gradient is not None:
+        seconds *= interleave({"one": found.gradient}, rounds=1, threads=THREADS)["one"][0]
+    return max(rounds, min(9, int(SHORT / max(seconds, 1e-3))))
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    tols = [1e-1, 1e-2, 1e-3, 1e-4]
-    truth = lanczos(found.operator, k, tol=1e-5, progress=False)
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharex=True)
-    markers = iter("os^Dv*PX")
-    for name, (_, solver) in contenders(found, k, power=False).items():
-        points = []
-        for tol in tols:
-            answer = solver(tol)
-            worst = float(residuals(found.operator, answer[0], answer[1]).max())
-            if trouble(found.operator, answer, truth.values, max(tol, worst)):
+def rows_of(found: Problem, name: str, outcome: Outcome, k: int, tol: float) -> list[Row]:
+    """Products and time of a solver that passed; of every solver what it got wrong."""
+    figures: list[tuple[str, str, Quantiles | float]] = [
+        ("residual", "relative", outcome.residual),
+        ("missing", "pairs", float(outcome.missing)),
+        ("residual at defaults", "relative", outcome.first_residual),
+    ]
+    if outcome.passes(tol):
+        unit = "gradients" if found.gradient else "seconds"
+        figures.append(("time", unit, quantiles(outcome.samples)))
+        figures.append(("products", "products", float(outcome.answer[2])))
+    return [
+        row(
+            f"eigensolver k={k} tol={tol:g}",
+            name,
+            metric,
+            unit,
+            found.name,
+            value,
+            threads=THREADS,
+            version=outcome.contender.version,
+        )
+        for metric, unit, value in figures
+    ]
+
+
+def _counted_power(found: Problem, k: int, tol: float) -> list[Row]:
+    """Deflated power iteration where it takes too long: its products, times one product's time."""
+    count = simulated_power(found.operator, k, tol)
+    vector = torch.ones(found.operator.n, dtype=found.operator.dtype)
+    calls = {"product": lambda: found.operator @ vector}
+    if found.gradient is not None:
+        calls["gradient"] = found.gradient  # type: ignore[assignment]
+    seconds = interleave(calls, rounds=3, threads=THREADS)
+    unit = "gradients" if found.gradient is not None else "seconds"
+    per = [1.0] * 3 if found.gradient is None else seconds["gradient"]
+    times = quantiles([count * a / b for a, b in zip(seconds["product"], per, strict=True)])
+    subject = f"eigensolver k={k} tol={tol:g}"
+    return [
+        row(subject, COUNTED, "time", unit, found.name, times, threads=THREADS),
+        row(subject, COUNTED, "products", "products", found.name, float(count), threads=THREADS),
+    ]
+
+
+def render(rows: Sequence[Row]) -> str:
+    """One line per solver of one operator."""
+    cells: dict[str, dict[str, Row]] = {}
+    for entry in rows:
+        cells.setdefault(entry.contender, {})[entry.metric] = entry
+    lines = []
+    for name, of in cells.items():
+        version = next(iter(of.values())).version
+        line = [name, version, "-", "WRONG", "", "-"]
+        if "products" in of:
+            spread = of["time"]
+            line[2] = f"{of['products'].p50:.0f}"
+            line[3] = f"{spread.p50:.4g} ({spread.p20:.4g}-{spread.p80:.4g}) {spread.unit}"
+        if "residual" in of:
+            line[4] = f"{of['residual'].p50:.1e}"
+            line[4] += f", {of['missing'].p50:.0f} missing" if of["missing"].p50 else ""
+            line[5] = f"{of['residual at defaults'].p50:.1e}"
+        lines.append(line)
+    header = ["solver", "version", "products", "time", "residual", "at its defaults"]
+    return format_table(header, lines)
+
+
+def curve(found: Problem, k: int) -> list[Row]:
+    """Products and time against the accuracy reached, for the solvers that are not hopeless."""
+    truth = lanczos(found.operator, k, tol=1e-5, progress=False).values
+    rows = []
+    for tol in CURVE:
+        table = contenders(found, k, tol, truth, whole=False)
+        for name, contender in table.items():
+            answer, taken = sample(found, contender, contender.efforts[0])
+            worst, missing = judged(found.operator, answer, truth, max(tol, 1e-3))
+            if missing or not worst < 1.0:
                 continue
-            time = interleave({"it": lambda t=tol, s=solver: s(t)}, rounds=3, threads=THREADS)  # type: ignore[misc]
-            points.append((worst, answer[2], quantiles(time["it"]).p50))
-        if points:
-            worst_, count, seconds = zip(*points, strict=True)
-            marker = next(markers)
-            axes[0].plot(worst_, count, marker=marker, label=name)
-            axes[1].plot(worst_, seconds, marker=marker, label=name)
-    for axis, title in zip(axes, ("products", "seconds"), strict=True):
-        axis.set(xscale="log", xlabel="worst true relative residual", ylabel=title)
-        axis.grid(alpha=0.3)
-    axes[1].set(yscale="log")
-    axes[0].invert_xaxis()
-    axes[0].legend(fontsize=8)
-    figure.suptitle(f"{found.name}, n = {found.operator.n:,}, top {k}")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+            unit = "gradients" if found.gradient else "seconds"
+            for metric, of, value in (
+                ("products", "products", float(answer[2])),
+                ("time", unit, taken),
+            ):
+                subject = f"eigensolver curve k={k}, {found.name}"
+                version = contender.version
+                rows.append(
+                    row(subject, name, metric, of, worst, value, threads=THREADS, version=version)
+                )
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
@@ -287,23 +263,25 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--operators", nargs="+", choices=names, default=names)
     parser.add_argument("--k", type=int, default=20)
     parser.add_argument("--tol", type=float, default=1e-3)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="samples of a solver, at least")
+    parser.add_argument("--only", nargs="+", default=[], help="beginnings of solvers' names")
     parser.add_argument("--out", type=Path, default=Path("results") / "benchmarks")
-    parser.add_argument("--curve", action="store_true", help="draw products and time vs accuracy")
+    parser.add_argument("--curve", action="store_true", help="products and time vs accuracy")
     options = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
+    print(environment(THREADS))
     rows: list[Row] = []
     for name in options.operators:
         found = problem(name, options.size)
         # whole runs of power iteration only where a product takes milliseconds
-        power = name in ("outliers", "mlp")
-        rows += benchmark(found, options.k, options.tol, options.rounds, power)
+        whole = name in ("outliers", "mlp")
+        rows += benchmark(
+            found, options.k, options.tol, options.rounds, whole=whole, only=options.only
+        )
         if options.curve:
-            options.out.mkdir(parents=True, exist_ok=True)
-            picture = options.out / f"eigensolvers-{name}.png"
-            curve(found, options.k, picture)
-            print(f"picture: {picture}")
-    print(f"rows: {write_rows(options.out / 'eigensolvers.csv', rows)}")
+            rows += curve(found, options.k)
+        # after each operator: the next may take long, and what is measured should be kept
+        print(f"rows: {write_rows(options.out / 'eigensolvers.csv', rows)}", flush=True)
     return rows
 
 

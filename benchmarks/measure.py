@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +36,7 @@ from torch import Tensor
 from curvlab.storage import write_atomically
 
 Call = Callable[[], object]
+SMALL = "small "  # begins the x of every row of a problem below its full size
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +243,11 @@ def row(
         environment=environment(threads),
         commit=commit(),
     )
+
+
+def as_small(rows: Iterable[Row]) -> list[Row]:
+    """The rows of a smaller problem than the one that targets speak of: ``x`` says so."""
+    return [replace(entry, x=f"{SMALL}{entry.x}") for entry in rows]
 
 
 def version_of(package: str) -> str:

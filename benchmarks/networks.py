@@ -9,6 +9,7 @@ the softmax saturates, and the Hessian is zero to rounding.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,12 @@ class Network:
     loss: nn.Module
     inputs: Tensor
     targets: Tensor
+    size: str = "full"
+
+    @property
+    def shown(self) -> str:
+        """The name in rows: what is not at its full size says so."""
+        return self.name if self.size == "full" else f"{self.size} {self.name}"
 
     @property
     def samples(self) -> int:
@@ -37,15 +44,21 @@ class Network:
     def double(self) -> "Network":
         """A float64 copy."""
         model = copy.deepcopy(self.model).double()
-        return Network(self.name, model, self.loss, self.inputs.double(), self.targets)
+        inputs = self.inputs.double()
+        return Network(self.name, model, self.loss, inputs, self.targets, self.size)
 
 
-def _network(name: str, model: nn.Module, classes: int, seed: int, *shape: int) -> Network:
+def _network(
+    name: str, model: nn.Module, classes: int, seed: int, *shape: int, size: str = "full"
+) -> Network:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(*shape, generator=generator)
     targets = torch.randint(classes, (shape[0],), generator=generator)
     _settle_statistics(model, inputs)
-    return Network(name, model.eval(), nn.CrossEntropyLoss(), inputs, targets)
+    return Network(name, model.eval(), nn.CrossEntropyLoss(), inputs, targets, size)
+
+
+_small = partial(_network, size="small")
 
 
 @torch.no_grad()
@@ -68,9 +81,9 @@ FULL: dict[str, Callable[..., Network]] = {
     "vit": lambda seed=0: _network("vit", vit_cifar(2), 2, seed, 16, 3, 32, 32),
 }
 SMALL: dict[str, Callable[..., Network]] = {
-    "mlp": lambda seed=0: _network("mlp", mlp((40, 20, 20, 10)), 10, seed, 200, 40),
-    "resnet": lambda seed=0: _network("resnet", slim_resnet18(5, nf=4), 5, seed, 4, 3, 16, 16),
-    "vit": lambda seed=0: _network(
+    "mlp": lambda seed=0: _small("mlp", mlp((40, 20, 20, 10)), 10, seed, 200, 40),
+    "resnet": lambda seed=0: _small("resnet", slim_resnet18(5, nf=4), 5, seed, 4, 3, 16, 16),
+    "vit": lambda seed=0: _small(
         "vit", vit_cifar(2, hidden=32, depth=2, heads=4), 2, seed, 4, 3, 32, 32
     ),
 }

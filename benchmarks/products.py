@@ -13,7 +13,7 @@ such and not timed. ``--compiled`` adds the compiled engine, which takes minutes
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -73,8 +73,10 @@ class Outcome:
         return self.product is not None and self.exactness <= EXACT and self.error <= LIMIT
 
 
-def contenders(network: Network, kind: str, compiled: bool) -> list[Contender]:
-    """Plain autograd, every engine of curvlab, and the peers that are installed."""
+def contenders(
+    network: Network, kind: str, compiled: bool, only: Sequence[str] = ()
+) -> list[Contender]:
+    """Plain autograd, curvlab's engines (``only`` those beginnings), and installed peers."""
     data = (network.inputs, network.targets)
     ours = version_of("curvlab")
 
@@ -95,7 +97,12 @@ def contenders(network: Network, kind: str, compiled: bool) -> list[Contender]:
     found += [Contender(f"curvlab {name}", ours, engine(name)) for name in engines]
     if network.name == "mlp":
         found.append(Contender(f"curvlab mlp, {WIDTH} at once", ours, engine("mlp"), WIDTH))
-    for peer in peers.installed():
+    found = [
+        one
+        for one in found
+        if not only or one.name.startswith(("plain", *(f"curvlab {name}" for name in only)))
+    ]
+    for peer in peers.installed(network.name, kind):
         name, version = peer.DISTRIBUTION, version_of(peer.DISTRIBUTION)
         build = partial(getattr(peer, kind), network.model, network.loss, *data)
         found.append(Contender(name, version, build))
@@ -141,8 +148,8 @@ def measure(network: Network, kind: str, options: argparse.Namespace) -> list[Ro
     gradient()  # the libraries' first-use buffers are nobody's
     exact = truth(network, kind, block if network.name == "mlp" else block[:1])
     pairs = zip(
-        contenders(network, kind, options.compiled),
-        contenders(network.double(), kind, options.compiled),
+        contenders(network, kind, options.compiled, options.only),
+        contenders(network.double(), kind, options.compiled, options.only),
         strict=True,
     )
     outcomes = [enter(one, double, block, exact, options.threads) for one, double in pairs]
@@ -154,7 +161,7 @@ def measure(network: Network, kind: str, options: argparse.Namespace) -> list[Ro
     clock = time.process_time if options.cpu_time else time.perf_counter
     seconds = interleave(calls, rounds=options.rounds, threads=options.threads, clock=clock)
     once = quantiles(seconds[UNIT])
-    rows = [row(kind, UNIT, "time", "seconds", network.name, once, threads=options.threads)]
+    rows = [row(kind, UNIT, "time", "seconds", network.shown, once, threads=options.threads)]
     for outcome in outcomes:
         rows += _rows(network, kind, outcome, seconds, options.threads)
     return rows
@@ -183,7 +190,7 @@ def _rows(
             contender.name,
             metric,
             unit,
-            network.name,
+            network.shown,
             value,
             threads=threads,
             version=contender.version,
@@ -228,6 +235,7 @@ def main() -> None:
     )
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--compiled", action="store_true", help="also the compiled engine")
+    parser.add_argument("--only", nargs="+", default=[], help="beginnings of curvlab's engines")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="for a busy machine; 1 thread")

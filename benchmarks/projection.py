@@ -1,4 +1,4 @@
-"""The projection profiler: ``python -m benchmarks.projection [--size small|full] [--out DIR]``.
+"""The projection profiler: ``python -m benchmarks.projection [--size SIZE] [--out DIR]``.
 
 For each number of parameters P and of protected directions m: what one projection moves, how fast,
 how near to the memory's own speed (STREAM read, measured in the same run), and what it leaves
@@ -56,10 +56,20 @@ class Sweep:
     directions: int  # of the step overheads
     vit: tuple[int, int]  # (P, m) of the largest basis
     shortest: float = 0.02  # seconds of a sample
+    whole: bool = True  # also other tiers and the styles of public code
 
 
 SWEEPS = {
     "small": Sweep(((4_000, 5), (60_000, 20)), 5, 1 << 22, "small", 10, (50_000, 40)),
+    "standard": Sweep(
+        ((500_000, 20), (500_000, 100), (12_400_000, 20)),
+        5,
+        1 << 25,
+        "small",
+        20,
+        (1_000_000, 100),
+        whole=False,
+    ),
     "full": Sweep(
         ((18_010, 100), (500_000, 20), (500_000, 100), (12_400_000, 20), (12_400_000, 100)),
         9,
@@ -112,7 +122,7 @@ def measure(n: int, m: int, sweep: Sweep, threads: int, folder: Path) -> Iterato
     given = problem(n, m)
     reference = torch_rows(given)
     first = True
-    for contender in contenders(given, folder):
+    for contender in contenders(given, folder, whole=sweep.whole):
         seconds = interleave(
             {"baseline": reference.run, "contender": contender.run},
             rounds=sweep.rounds,

@@ -170,12 +170,14 @@ def gpm_matrices(given: Problem) -> Contender:
     return Contender("GPM's dense matrices", project, moved, flops, leak, ours=False)
 
 
-def contenders(given: Problem, folder: Path) -> Iterator[Contender]:
-    """All but the baseline, one at a time."""
+def contenders(given: Problem, folder: Path, *, whole: bool = True) -> Iterator[Contender]:
+    """All but the baseline, one at a time; if not ``whole``, curvlab's in memory only."""
     yield curvlab(given, torch.float32)
     yield curvlab_list(given)
     for dtype in NARROW:
         yield curvlab(given, dtype)
+    if not whole:
+        return
     yield curvlab(given, torch.float32, PinnedHost(), " in host memory, in pieces")
     yield curvlab(given, torch.float32, MappedFile(folder), " in a file")
     yield curvlab(given, torch.int8, MappedFile(folder), " in a file")

@@ -37,7 +37,7 @@ def step_overheads(
                 shortest=shortest,
             )
             share = per_round_ratio(seconds["projection"], seconds["step"])
-            yield network.name, str(dtype).removeprefix("torch."), quantiles(share)
+            yield network.shown, str(dtype).removeprefix("torch."), quantiles(share)
 
 
 def _step(network: Network, parameters: list[nn.Parameter]) -> Callable[[], None]:

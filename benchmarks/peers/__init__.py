@@ -9,14 +9,28 @@ import importlib
 from importlib import util
 from types import ModuleType
 
-NAMES = ("curvlinops", "hessian_eigenthings")
+NAMES = {  # adapter -> what has to be importable
+    "curvlinops": "curvlinops",
+    "hessian_eigenthings": "hessian_eigenthings",
+    "py_hessian": "pyhessian",
+    "jax_products": "jax",
+}
 
 
-def installed() -> list[ModuleType]:
-    """The adapters whose tool can be imported here.
+def installed(network: str | None = None, kind: str = "hessian") -> list[ModuleType]:
+    """The adapters whose tool can be imported here, for a network's name and a kind of product.
 
-    Each has ``DISTRIBUTION`` (its name for pip), ``BLOCKS`` (whether vectors in a block share work)
-    and builders ``hessian(model, loss, inputs, targets)`` and ``gauss_newton(...)`` that return a
-    product ``(b, n) -> (b, n)``.
+    Each has ``DISTRIBUTION`` (its name for pip), ``BLOCKS`` (whether vectors in a block share
+    work), ``NETWORKS`` (those it can do, or None for any) and builders ``hessian(model, loss,
+    inputs, targets)`` and, if it has one, ``gauss_newton(...)`` that return a product
+    ``(b, n) -> (b, n)``. One with an eigensolver of its own has ``eigenpairs(model, loss, inputs,
+    targets, k)``: a solver, and the efforts it may be run with, the first its default.
     """
-    return [importlib.import_module(f"{__name__}.{name}") for name in NAMES if util.find_spec(name)]
+    found = []
+    for name, module in NAMES.items():
+        if util.find_spec(module):
+            adapter = importlib.import_module(f"{__name__}.{name}")
+            fits = network is None or adapter.NETWORKS is None or network in adapter.NETWORKS
+            if fits and hasattr(adapter, kind):
+                found.append(adapter)
+    return found

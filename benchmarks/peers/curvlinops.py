@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 DISTRIBUTION = "curvlinops-for-pytorch"
 BLOCKS = True  # several vectors share work
+NETWORKS = None  # any
 
 Product = Callable[[Tensor], Tensor]
 

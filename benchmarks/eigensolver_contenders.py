@@ -1,0 +1,239 @@
+"""Who solves: curvlab's solvers, SciPy and PRIMME on the same product, and what peers bring.
+
+Every solver is a function of its effort (a tolerance, or a number of steps) and returns values
+``(k,)``, vectors ``(k, n)`` and how many products it took. A contender lists the efforts it may try
+in order: the first is what its own documentation would have one use for the wanted tolerance.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import util
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import peers
+from benchmarks.measure import version_of
+from benchmarks.networks import Network
+from benchmarks.trained import SIZES, trained
+from curvlab.eigen import Eigenpairs, block_lanczos, lanczos, power_iteration
+from curvlab.operators import Hessian
+from curvlab.probe import LinearOperator
+
+Answer = tuple[Tensor, Tensor, int]  # values (k,), vectors (k, n), products
+Solver = Callable[[float], Answer]
+TIGHTER = (1.0, 1 / 3, 1 / 9, 1 / 27)  # tolerances tried, in units of the wanted one
+
+
+class Diagonal:
+    """A prescribed spectrum: as cheap as an operator can be."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.n, self.dtype, self.device = len(values), values.dtype, values.device
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        return vectors * self.values
+
+
+@dataclass(slots=True)
+class Problem:
+    """An operator, what one gradient costs beside it, and the network it belongs to."""
+
+    name: str
+    operator: LinearOperator
+    gradient: Callable[[], object] | None
+    network: Network | None
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A solver of one problem and the efforts at which it may be run, the first its default."""
+
+    version: str
+    solve: Solver
+    efforts: Sequence[float]
+
+
+def outliers(n: int = 100_000) -> Diagonal:
+    """Hessian-shaped: thirty outliers, a decaying bulk, small negative values."""
+    top = torch.logspace(2, 0.3, 30, dtype=torch.float64)
+    bulk = torch.logspace(0, -6, n - 1030, dtype=torch.float64)
+    negative = -torch.logspace(-1.5, -6, 1000, dtype=torch.float64)
+    return Diagonal(torch.cat([top, bulk, negative]).float())
+
+
+def problem(name: str, size: str) -> Problem:
+    """The operator called ``name``; what is not at its full size says so in its name."""
+    shown = name if size == "full" else f"small {name}"
+    if name == "outliers":
+        return Problem(shown, outliers(100_000 if size == "full" else 10_000), None, None)
+    network = trained(SIZES[size][name])
+    operator = Hessian(network.model, network.loss, (network.inputs, network.targets))
+    parameters = list(network.model.parameters())
+
+    def gradient() -> object:
+        value = network.loss(network.model(network.inputs), network.targets)
+        return torch.autograd.grad(value, parameters)
+
+    return Problem(shown, operator, gradient, network)
+
+
+def ours(solve: Callable[..., Eigenpairs], operator: LinearOperator, k: int, **more: str) -> Solver:
+    def run(tol: float) -> Answer:
+        pairs = solve(operator, k, tol=tol, progress=False, **more)
+        return pairs.values, pairs.vectors, pairs.matvecs
+
+    return run
+
+
+class Counted:
+    """A product as NumPy code calls it: columns in, columns out, and how many there were."""
+
+    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
+        self.product = product
+        self.count = 0
+
+    def vector(self, vector: np.ndarray) -> np.ndarray:
+        self.count += 1
+        image = self.product(torch.from_numpy(np.ascontiguousarray(vector.reshape(-1))))
+        return np.asarray(image.detach().numpy())
+
+    def columns(self, block: np.ndarray) -> np.ndarray:
+        return np.stack([self.vector(column) for column in block.T], axis=1)
+
+
+def _sorted(values: np.ndarray, columns: np.ndarray, products: int) -> Answer:
+    order = np.argsort(-np.abs(values))
+    vectors = torch.from_numpy(np.ascontiguousarray(columns.T[order]))
+    return torch.from_numpy(values[order].astype(np.float64)), vectors, products
+
+
+def _start(n: int, columns: int, dtype: torch.dtype, seed: int) -> np.ndarray:
+    generator = torch.Generator().manual_seed(seed)
+    return np.asarray(torch.randn(n, columns, generator=generator, dtype=dtype).numpy())
+
+
+def scipy_solver(
+    product: Callable[[Tensor], Tensor],
+    n: int,
+    k: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Solver:
+    """ARPACK around a product of one vector of ``dtype``."""
+    from scipy.sparse.linalg import LinearOperator as Scipy
+    from scipy.sparse.linalg import eigsh
+
+    def run(tol: float) -> Answer:
+        counted = Counted(product)
+        start = _start(n, 1, dtype, seed)
+        wrapped = Scipy((n, n), matvec=counted.vector, dtype=start.dtype)
+        values, columns = eigsh(wrapped, k=k, which="LM", tol=tol, v0=start[:, 0])
+        return _sorted(values, columns, counted.count)
+
+    return run
+
+
+def lobpcg_solver(product: Callable[[Tensor], Tensor], n: int, k: int, scale: float) -> Solver:
+    """SciPy's LOBPCG with a block of k: largest values only, and an absolute tolerance."""
+    from scipy.sparse.linalg import LinearOperator as Scipy
+    from scipy.sparse.linalg import lobpcg
+
+    def run(tol: float) -> Answer:
+        counted = Counted(product)
+        start = _start(n, k, torch.float32, 0)
+        wrapped = Scipy((n, n), matvec=counted.vector, matmat=counted.columns, dtype=np.float32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it did not converge is for the gate to say
+            values, columns = lobpcg(wrapped, start, tol=tol * scale, maxiter=40, largest=True)
+        return _sorted(values, columns, counted.count)
+
+    return run
+
+
+def primme_solver(
+    product: Callable[[Tensor], Tensor],
+    n: int,
+    k: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Solver:
+    """PRIMME at its defaults; its tolerance is relative to the operator's norm."""
+    import primme
+    from scipy.sparse.linalg import LinearOperator as Scipy
+
+    def run(tol: float) -> Answer:
+        counted = Counted(product)
+        start = _start(n, 1, dtype, seed)
+        wrapped = Scipy((n, n), matvec=counted.vector, matmat=counted.columns, dtype=start.dtype)
+        values, columns = primme.eigsh(wrapped, k=k, which="LM", tol=tol, v0=start)
+        return _sorted(values, columns, counted.count)
+
+    return run
+
+
+def contenders(
+    found: Problem, k: int, tol: float, truth: Tensor, *, whole: bool
+) -> dict[str, Contender]:
+    """Ours, those of other libraries on our product, and what peers are installed.
+
+    Args:
+        truth: The wanted values ``(k,)``, largest magnitude first.
+        whole: Also those that need hundreds or thousands of products.
+    """
+    operator, own = found.operator, version_of("curvlab")
+    tolerances = [tol * factor for factor in TIGHTER]
+
+    def product(vector: Tensor) -> Tensor:
+        return operator @ vector
+
+    table = {
+        "lanczos": Contender(own, ours(lanczos, operator, k), tolerances),
+        "lanczos, uncertified": Contender(
+            own, ours(lanczos, operator, k, multiplicity="skip"), tolerances
+        ),
+        "block lanczos": Contender(own, ours(block_lanczos, operator, k), tolerances),
+        "scipy eigsh, our product": Contender(
+            version_of("scipy"), scipy_solver(product, operator.n, k), tolerances
+        ),
+    }
+    least = float(truth.abs().min())
+    if util.find_spec("primme"):
+        share = least / float(truth.abs().max())  # from relative to a value to relative to the norm
+        solver = primme_solver(product, operator.n, k)
+        efforts = [share * one for one in tolerances]
+        table["primme, our product"] = Contender(version_of("primme"), solver, efforts)
+    if whole:
+        solver = lobpcg_solver(product, operator.n, k, least)
+        table["scipy lobpcg, our product"] = Contender(version_of("scipy"), solver, tolerances)
+        solver = ours(_power, operator, k)
+        table["deflated power iteration"] = Contender(own, solver, tolerances)
+    if found.network is not None:
+        table.update(_from_peers(found.network, operator.n, k, tolerances))
+    return table
+
+
+def _power(operator: LinearOperator, k: int, *, tol: float, progress: bool) -> Eigenpairs:
+    del progress  # it has no bar
+    return power_iteration(operator, k, tol=tol, stop="residual", max_products=100_000)
+
+
+def _from_peers(net: Network, n: int, k: int, tolerances: Sequence[float]) -> dict[str, Contender]:
+    """ARPACK on each peer's product, and the peer's own solver where it has one."""
+    table: dict[str, Contender] = {}
+    data = (net.model, net.loss, net.inputs, net.targets)
+    for peer in peers.installed(net.name):
+        version = version_of(peer.DISTRIBUTION)
+        product = peer.hessian(*data)
+        product(torch.ones(1, n))  # what is compiled or cached at first use is nobody's time
+        solver = scipy_solver(lambda v, p=product: p(v[None])[0], n, k)  # type: ignore[misc]
+        table[f"scipy eigsh, {peer.DISTRIBUTION}"] = Contender(version, solver, tolerances)
+        if hasattr(peer, "eigenpairs"):
+            solve, efforts = peer.eigenpairs(*data, k)
+            table[f"{peer.DISTRIBUTION}, own solver"] = Contender(version, solve, efforts)
+    return table

@@ -1,0 +1,196 @@
+"""The results page: ``RESULTS.md`` and its pictures, rebuilt from the rows that are committed.
+
+    python -m benchmarks page [--rows FILE ...] [--folder benchmarks]
+
+``--rows`` first folds measured rows into ``rows/``, one file per section: what was measured again
+(the same subject at the same ``x``) replaces what was there, the rest stays. The page holds nothing
+that is not in the rows; every table names the machine and the revision its rows come from.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import pictures, verdicts
+from benchmarks.measure import SMALL, Row, read_rows, write_rows
+from benchmarks.sections import SECTIONS, Section, View, section_of
+from benchmarks.verdicts import MET, MISSED, number
+
+FOLDER = Path(__file__).parent
+ERRORS = ("error in float64", "residual", "orthogonality", "error")
+
+
+def fold(folder: Path, new: Iterable[Row]) -> list[Path]:
+    """Put ``new`` rows in place of those of the same subject and ``x``; returns changed files."""
+    by_section: dict[str, list[Row]] = {}
+    for entry in new:
+        if not str(entry.x).startswith(SMALL):
+            by_section.setdefault(section_of(entry), []).append(entry)
+    written = []
+    for name, rows in by_section.items():
+        path = folder / f"{name}.csv"
+        replaced = {_group(entry) for entry in rows}
+        kept = [e for e in (read_rows(path) if path.is_file() else []) if _group(e) not in replaced]
+        written.append(write_rows(path, [*kept, *rows]))
+    return written
+
+
+def _group(entry: Row) -> tuple[str, str]:
+    # a curve is one run whatever its points; elsewhere a run is all contenders at one x
+    curve = entry.subject.startswith(("growth", "eigensolver curve"))
+    return entry.subject, entry.contender if curve else str(entry.x)
+
+
+def table(view: View, rows: Sequence[Row]) -> str:
+    """The view in Markdown; empty if no row is there."""
+    own = [entry for entry in rows if entry.subject == view.subject]
+    shown = [entry for entry in own if (entry.metric, entry.unit) in view.metrics]
+    if not shown:
+        return ""
+    by_x = len(view.metrics) == 1
+    columns: list[str] = []
+    cells: dict[tuple[str, str], str] = {}
+    order = shown if by_x else sorted(shown, key=lambda e: view.metrics.index((e.metric, e.unit)))
+    for entry in order:
+        column = _text(entry.x) if by_x else f"{entry.metric}, {entry.unit}".removesuffix(", ")
+        columns += [column] if column not in columns else []
+        cells[entry.contender, column] = _cell(entry, view.sized)
+    names = dict.fromkeys(entry.contender for entry in own)
+    lines = []
+    for name in names:
+        version = next(entry.version for entry in own if entry.contender == name)
+        line = [cells.get((name, c)) or (_wrong(own, name, c) if by_x else "") for c in columns]
+        if any(line):
+            lines.append([f"{name} {version}".strip(), *line])
+    return f"**{view.title}**\n\n" + markdown(["", *columns], lines)
+
+
+def _text(x: float | str) -> str:
+    return f"{x:g}" if isinstance(x, float) else x
+
+
+def _cell(entry: Row, sized: bool) -> str:
+    if entry.unit == "bytes":
+        return f"{entry.p50 / 2**20:.0f} MiB"
+    if not sized or entry.p20 == entry.p80:
+        return number(entry.p50)
+    return f"{number(entry.p50)} ({number(entry.p20)} to {number(entry.p80)})"
+
+
+def _wrong(rows: Sequence[Row], contender: str, x: str) -> str:
+    """Why a contender has no time there: the error that it was stopped with."""
+    for entry in rows:
+        if entry.contender == contender and _text(entry.x) == x and entry.metric in ERRORS:
+            return f"wrong: {number(entry.p50)}" if math.isfinite(entry.p50) else "fails"
+    return ""
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; bars inside cells are escaped."""
+    clean = [[cell.replace("|", "\\|") for cell in line] for line in (header, *lines)]
+    return "\n".join(
+        [f"| {' | '.join(clean[0])} |", "|" + "---|" * len(clean[0])]
+        + [f"| {' | '.join(line)} |" for line in clean[1:]]
+    )
+
+
+def targets(rows: Sequence[Row]) -> str:
+    """The verdict table, what fell short first."""
+    found = verdicts.judge(rows)
+    order = {MISSED: 0, MET: 1}
+    found.sort(key=lambda verdict: order.get(verdict.verdict, 2))
+    lines = []
+    for verdict in found:
+        line = verdicts.cells(verdict)
+        if verdict.verdict == MISSED:
+            line[-1] = f"**{line[-1]}**"
+        lines.append(line)
+    heading = ["target", "limit", "measured", "verdict"]
+    return f"{verdicts.summary(found)}.\n\n{markdown(heading, lines)}"
+
+
+def provenance(rows: Sequence[Row]) -> str:
+    """The machines and revisions of these rows in one line."""
+    machines = list(dict.fromkeys(entry.environment for entry in rows))
+    commits = list(dict.fromkeys(entry.commit or "unknown" for entry in rows))
+    return f"Measured on {'; also '.join(machines)}. Revision {', '.join(commits)}."
+
+
+def build(folder: Path) -> Path:
+    """Write the page and its pictures from ``folder / "rows"``."""
+    files = {path.stem: read_rows(path) for path in sorted((folder / "rows").glob("*.csv"))}
+    every = [entry for rows in files.values() for entry in rows]
+    if not every:
+        raise ValueError(f"{folder / 'rows'} holds no rows; fold some in with --rows FILE")
+    parts = [HEAD, "## Targets\n", targets(every) + "\n"]
+    for name, section in SECTIONS.items():
+        if files.get(name):
+            parts.append(written(name, section, files[name], folder))
+    page = folder / "RESULTS.md"
+    page.write_text("\n".join(parts), encoding="utf-8")
+    return page
+
+
+def written(name: str, section: Section, rows: Sequence[Row], folder: Path) -> str:
+    """A section: text, where it was measured, picture, tables."""
+    parts = [f"## {section.title}\n", f"{section.text} {provenance(rows)}\n".lstrip()]
+    parts.append(f"`python -m benchmarks {name} --size full`\n")
+    picture = pictures.draw(name, rows, folder / "pictures")
+    if picture is not None:
+        parts.append(f"![{section.title}](pictures/{picture.name})\n")
+    tables = [table(view, rows) for view in section.views]
+    if name == "growth":
+        tables = [growth(rows)]
+    return "\n".join([*parts, *(f"{one}\n" for one in tables if one)])
+
+
+def growth(rows: Sequence[Row]) -> str:
+    """Fitted exponents beside the expected ones."""
+    expected: Mapping[tuple[str, str], float] = {
+        (entry.contender, entry.metric): entry.p50 for entry in rows if entry.unit == "expected"
+    }
+    lines = []
+    for entry in rows:
+        if entry.unit == "fitted":
+            wanted = expected.get((entry.contender, entry.metric))
+            spread = f"{entry.p50:.2f} ± {entry.p80 - entry.p50:.2f}"
+            line = [entry.contender, entry.metric.removeprefix("exponent of "), spread]
+            lines.append([*line, "" if wanted is None else f"{wanted:g}"])
+    return markdown(["of", "figure", "exponent", "by count"], lines)
+
+
+HEAD = """# Results
+
+Rebuilt from `benchmarks/rows/` by `python -m benchmarks page`; nothing here is written by hand.
+Times are medians of interleaved rounds with their 20 % and 80 % quantiles, in units measured in the
+same rounds. A contender that is wrong is shown with its error and not timed. There was no GPU:
+nothing here speaks about one.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks page",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rows", nargs="+", type=Path, default=[], help="rows to fold in first")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    options = parser.parse_args(arguments)
+    missing = [str(path) for path in options.rows if not path.is_file()]
+    if missing:
+        parser.error(f"no file {missing[0]}; rows are what `python -m benchmarks SUBJECT` writes")
+    try:
+        for path in options.rows:
+            for changed in fold(options.folder / "rows", read_rows(path)):
+                print(f"folded {path} into {changed}")
+        print(f"page: {build(options.folder)}")
+    except ValueError as reason:
+        parser.error(str(reason))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What the results page shows: its sections, and which rows each table is made of."""
+
+from dataclasses import dataclass
+
+from benchmarks.measure import Row
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A table: contenders down; across either the ``x`` of one metric, or several metrics.
+
+    Attributes:
+        metrics: ``(metric, unit)``; one of them, or those that stand side by side.
+        sized: Whether a cell shows the 20 % and 80 % quantiles too.
+    """
+
+    title: str
+    subject: str
+    metrics: tuple[tuple[str, str], ...]
+    sized: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A file of rows, its heading, its tables and its picture.
+
+    ``subjects`` are beginnings of the ``subject`` of its rows.
+    """
+
+    title: str
+    subjects: tuple[str, ...]
+    views: tuple[View, ...]
+    text: str = ""
+
+
+def _each(title: str, subject: str, *metrics: tuple[str, str]) -> View:
+    return View(title, subject, metrics)
+
+
+TOP = "eigensolver k=20 tol=0.001"
+SECTIONS: dict[str, Section] = {
+    "products": Section(
+        "Curvature products",
+        ("hessian", "gauss_newton"),
+        (
+            _each("Hessian, gradients per vector", "hessian", ("time per vector", "gradients")),
+            _each("Gauss-Newton, gradients per vector", "gauss_newton",
+                  ("time per vector", "gradients")),
+            View("Hessian, peak memory", "hessian", (("peak memory", "bytes"),), False),
+            View("Hessian, set-up in gradients", "hessian", (("set-up", "gradients"),), False),
+        ),
+        "Networks: MLP with 18,010 parameters on 1,000 samples, slim ResNet18 on 32, ViT with 12.5 "
+        "million parameters on 16. The unit is one gradient on the same data in the same rounds.",
+    ),
+    "dense_hessian": Section(
+        "Dense Hessian",
+        ("dense hessian",),
+        (_each("MLP", "dense hessian", ("CPU time", "seconds"), ("times faster than vmap", ""),
+               ("error", "relative")),),
+    ),
+    "eigensolvers": Section(
+        "Eigensolvers on trained networks",
+        ("eigensolver",),
+        (
+            _each("Time, gradients", TOP, ("time", "gradients")),
+            _each("Products", TOP, ("products", "products")),
+            _each("Worst true relative residual at the solver's own defaults", TOP,
+                  ("residual at defaults", "relative")),
+        ),
+        "The 20 eigenpairs of largest magnitude, every true relative residual at most 1e-3 and "
+        "none missing. A solver that does not get there is shown with its residual and not timed.",
+    ),
+    "conformance": Section(
+        "Prescribed spectra",
+        ("conformance",),
+        (
+            _each("Products", "conformance", ("products", "products")),
+            _each("Silently wrong solves", "conformance", ("silently wrong", "solves")),
+            _each("Silently wrong, share of seeds", "conformance", ("silently wrong", "of solves")),
+        ),
+    ),
+    "orthogonalisation": Section(
+        "Orthogonalisation",
+        ("orthogonalisation", "reorthogonalisation"),
+        (
+            _each("Outside the operator", "orthogonalisation k=10", ("outside", "ARPACK"),
+                  ("outside", "ms/product"), ("products", "products")),
+            _each("Two passes against 40 rows", "reorthogonalisation m=40",
+                  ("time", "4 reads of the basis")),
+        ),
+    ),
+    "append": Section(
+        "Adding to the memory",
+        ("append",),
+        (
+            _each("Orthogonality", "append", ("orthogonality", "largest |Q Q' - I|")),
+            _each("Time, readings of the rows", "append", ("time", "reads of the rows")),
+            _each("Norm, relative error", "append", ("norm error", "relative")),
+        ),
+    ),
+    "projection": Section(
+        "Projection",
+        ("projection",),
+        (
+            _each("Speed, x torch float32 on rows", "projection",
+                  ("speed", "x torch float32, rows (m, P)")),
+            _each("What is left in the span", "projection", ("leak", "|Qg'|/|g'|")),
+            _each("Bandwidth, share of STREAM read", "projection", ("bandwidth", "of STREAM read")),
+            _each("Share of a training step", "projection", ("overhead", "training steps")),
+        ),
+    ),
+    "energy": Section(
+        "Spectral energy",
+        ("energy",),
+        (_each("eps = 0.01", "energy", ("time", "seconds"), ("k", "vectors"),
+               ("angle", "radians"), ("products", "products")),),
+    ),
+    "learners": Section(
+        "Learners' steps",
+        ("learners",),
+        (
+            _each("Steps per second and run, x naive torch (columns: seeds)", "learners",
+                  ("speed per run", "naive")),
+            _each("Step, in plain SGD's (columns: seeds)", "learners", ("step", "SGD steps")),
+            _each("Limit: SGD's step and 1.3 times reading the memory twice", "learners",
+                  ("limit", "SGD steps")),
+            _each("Memory, MB per run", "learners", ("memory", "MB per run")),
+        ),
+        "The paper's MLP on Rotated-MNIST, batch 10.",
+    ),
+    "learner_networks": Section(
+        "The projection beside a training step",
+        ("learner networks",),
+        (_each("Batch 10", "learner networks", ("SGD step", "ms"), ("SGD-dagger step", "ms"),
+               ("projection", "ms"), ("projection", "reads"), ("leak", "")),),
+    ),
+    "budget": Section(
+        "Memory budgets",
+        ("memory budget",),
+        (_each("Peak over budget (columns: budget in GiB)", "memory budget", ("peak", "budgets")),),
+    ),
+    "distributed": Section("Distributed product", ("distributed",), ()),
+    "growth": Section("Growth", ("growth",), ()),
+}  # fmt: skip
+
+
+def section_of(entry: Row) -> str:
+    """The section that a row belongs to."""
+    for name, section in SECTIONS.items():
+        if entry.subject.startswith(section.subjects):
+            return name
+    raise ValueError(f"no section of the page takes rows of subject {entry.subject!r}")

@@ -1,0 +1,223 @@
+"""What this project set out to reach: one row per promise, and where in the rows it is measured.
+
+Nothing here is computed: :mod:`benchmarks.verdicts` looks the figures up. A target speaks of the
+full-size problems only; rows of smaller ones carry other names in ``x`` and are never mistaken for
+them. With several ``x`` the worst one counts.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+AT_MOST: Literal["at most"] = "at most"
+AT_LEAST: Literal["at least"] = "at least"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Rows that hold a figure; the median ``p50`` is what counts."""
+
+    subject: str
+    contender: str
+    metric: str
+    unit: str
+    x: tuple[float | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A promise.
+
+    Attributes:
+        command: The subject of ``python -m benchmarks`` that measures it.
+        per: The figure is divided by this contender's, at the same ``x``.
+        per_metric: The other's metric, if it is not the same.
+        inverse: Divide the other way round: how many times faster the contender is.
+    """
+
+    command: str
+    what: str
+    sense: Literal["at most", "at least"]
+    limit: float
+    unit: str
+    figure: Figure
+    per: str | None = None
+    per_metric: str | None = None
+    inverse: bool = False
+
+
+NETWORKS = {
+    "mlp": "MLP, N = 1000",
+    "resnet": "slim ResNet18, N = 32",
+    "vit": "ViT 12.5 M, N = 16",
+}
+SIZES = tuple(f"P={p} m={m}" for p in (500_000, 12_400_000) for m in (20, 100))
+LONG = tuple(f"P=12400000 m={m}" for m in (20, 100))
+MLP = 18_010.0
+TOP = "eigensolver k=20 tol=0.001"
+
+
+def _product(kind: str, contender: str, network: str) -> Figure:
+    return Figure(kind, contender, "time per vector", "gradients", (network,))
+
+
+def _products() -> list[Target]:
+    found = []
+    for network, limit in (("mlp", 1.3), ("resnet", 2.2), ("vit", 2.2)):
+        figure = _product("hessian", "curvlab auto", network)
+        what = f"Hessian product, {NETWORKS[network]}, graph kept"
+        found.append(Target("products", what, AT_MOST, limit, "gradients", figure))
+    for network in ("resnet", "vit"):
+        figure = _product("hessian", "curvlab rebuilt", network)
+        what = f"Hessian product, {NETWORKS[network]}, graph rebuilt"
+        found.append(Target("products", what, AT_MOST, 3.1, "gradients", figure))
+    figure = _product("hessian", "curvlab mlp, 16 at once", "mlp")
+    what = f"Hessian product, {NETWORKS['mlp']}, per vector of 16"
+    found.append(Target("products", what, AT_MOST, 1.0, "gradients", figure))
+    for network, name in NETWORKS.items():
+        figure = _product("gauss_newton", "curvlab auto", network)
+        what = f"Gauss-Newton product, {name}"
+        found.append(Target("products", what, AT_MOST, 1.5, "gradients", figure))
+    for network, name in NETWORKS.items():
+        figure = _product("hessian", "curvlab auto", network)
+        what = f"Hessian product, {name}, against plain double backward"
+        found.append(
+            Target("products", what, AT_MOST, 1.0, "of its time", figure, "plain autograd")
+        )
+    for kind, word in (("hessian", "Hessian"), ("gauss_newton", "Gauss-Newton")):
+        exact = Figure(kind, "curvlab auto", "error in float64", "relative", tuple(NETWORKS))
+        what = f"{word} product, error in float64, three networks"
+        found.append(Target("products", what, AT_MOST, 1e-9, "relative", exact))
+    return found
+
+
+def _dense() -> list[Target]:
+    time = Figure("dense hessian", "curvlab", "CPU time", "seconds", (MLP,))
+    ratio = Figure("dense hessian", "curvlab", "times faster than vmap", "", (MLP,))
+    name = "Dense Hessian, 18,010 parameters, N = 1000"
+    return [
+        Target("dense_hessian", name, AT_MOST, 15.0, "CPU seconds", time),
+        Target("dense_hessian", f"{name}, than vmapped jvp(grad)", AT_LEAST, 5.0, "x", ratio),
+    ]
+
+
+def _budget() -> list[Target]:
+    found = []
+    for network, name in (("resnet", "slim ResNet18"), ("vit", "ViT 12.5 M")):
+        peak = Figure("memory budget", network, "peak", "budgets", (2.0, 8.0))
+        what = f"Hessian product, {name}, N = 1000 in chunks, budgets of 2 and 8 GiB: peak memory"
+        found.append(Target("budget", what, AT_MOST, 1.15, "of the budget", peak))
+    return found
+
+
+def _projection() -> list[Target]:
+    found = []
+    limits = {"float32": 1.0, "bfloat16": 1.7, "float16": 1.7, "int8": 2.3}
+    for dtype, limit in limits.items():
+        unit = "x torch float32, rows (m, P)"
+        figure = Figure("projection", f"curvlab {dtype}", "speed", unit, SIZES)
+        what = f"Projection, {dtype} rows, P = 0.5 M and 12.4 M, m = 20 and 100"
+        found.append(Target("projection", what, AT_LEAST, limit, "x torch float32", figure))
+    for dtype, limit in {"float32": 1e-6, "bfloat16": 1e-4, "float16": 1e-4}.items():
+        where = LONG if dtype == "float32" else SIZES
+        figure = Figure("projection", f"curvlab {dtype}", "leak", "|Qg'|/|g'|", where)
+        what = f"Projection, {dtype} rows, what is left in the span"
+        found.append(Target("projection", what, AT_MOST, limit, "of the vector", figure))
+    norm = Figure("append", "curvlab", "norm error", "relative", ("n=12400000",))
+    angles = tuple(f"condition {c}" for c in ("1e2", "1e4", "1e6"))
+    append = Figure("append", "curvlab", "orthogonality", "largest |Q Q' - I|", angles)
+    ugly = ("Hilbert-like", "Laeuchli", "duplicates", "zeros")
+    finite = Figure("append", "curvlab", "not finite", "numbers", ugly)
+    return found + [
+        Target("append", "Norm of 12.4 M float32 numbers", AT_MOST, 1e-7, "relative", norm),
+        Target("append", "Append up to condition 1e6", AT_MOST, 5e-7, "orthogonality", append),
+        Target("append", "Append of degenerate vectors", AT_MOST, 0.0, "not finite", finite),
+    ]
+
+
+def _eigen() -> list[Target]:
+    found = []
+    ratio = Figure("conformance", "lanczos", "products", "products", ("all spectra",))
+    wrong = Figure("conformance", "lanczos", "silently wrong", "solves", ("all spectra",))
+    what = "Prescribed spectra, products against ARPACK's"
+    found += [
+        Target(
+            "conformance", "Prescribed spectra, silently wrong sets", AT_MOST, 0.0, "solves", wrong
+        ),
+        Target("conformance", what, AT_MOST, 1.5, "of ARPACK's", ratio, "scipy eigsh"),
+    ]
+
+    def solve(metric: str, unit: str, network: str, contender: str = "lanczos") -> Figure:
+        return Figure(TOP, contender, metric, unit, (network,))
+
+    for network, name in NETWORKS.items():
+        for contender in ("lanczos", "lanczos, uncertified"):
+            figure = solve("products", "products", network, contender)
+            what = f"Top 20 at 1e-3, {name}, {contender}"
+            found.append(Target("eigensolvers", what, AT_MOST, 60, "products", figure))
+    for network, limit in (("mlp", 75), ("resnet", 140), ("vit", 125)):
+        figure = solve("time", "gradients", network)
+        what = f"Top 20 at 1e-3, {NETWORKS[network]}"
+        found.append(Target("eigensolvers", what, AT_MOST, limit, "gradients", figure))
+    rivals = [
+        ("scipy eigsh, curvlinops-for-pytorch", {"mlp": 2.0, "resnet": 2.0, "vit": 2.0}),
+        ("scipy eigsh, our product", {"mlp": 1.1, "resnet": 1.1, "vit": 1.5}),
+        ("deflated power iteration", {"mlp": 50.0}),
+        ("deflated power iteration, counted", {"resnet": 50.0, "vit": 50.0}),
+    ]
+    for rival, limits in rivals:
+        for network, least in limits.items():
+            figure = solve("time", "gradients", network)
+            what = f"Top 20 at 1e-3, {NETWORKS[network]}, than {rival}"
+            found.append(
+                Target("eigensolvers", what, AT_LEAST, least, "x", figure, rival, inverse=True)
+            )
+    outside = Figure("orthogonalisation k=10", "lanczos", "outside", "ARPACK", ("n=1100000",))
+    passes = Figure(
+        "reorthogonalisation m=40", "orthonormalise", "time", "4 reads of the basis",
+        ("n=12500000",),
+    )  # fmt: skip
+    return found + [
+        Target("orthogonalisation", "Time outside the operator, P = 1.1 M, k = 10", AT_MOST, 0.5,
+               "of ARPACK's", outside),
+        Target("orthogonalisation", "Two-pass reorthogonalisation, P = 12.5 M, 40 rows", AT_MOST,
+               1.1, "of 4 reads", passes),
+    ]  # fmt: skip
+
+
+def _energy() -> list[Target]:
+    fast = Figure("energy", "spectral_energy", "time", "seconds", (MLP,))
+    angle = Figure("energy", "spectral_energy", "angle", "radians", (MLP,))
+    count = Figure("energy", "spectral_energy", "k off by, ties aside", "vectors", (MLP,))
+    name = "Spectral energy eps = .01, 18,010 parameters"
+    return [
+        Target("energy", f"{name}, than dense", AT_LEAST, 100.0, "x", fast, "dense", inverse=True),
+        Target("energy", f"{name}, largest principal angle", AT_MOST, 1e-2, "radians", angle),
+        Target("energy", f"{name}, k against dense, ties aside", AT_MOST, 0.0, "vectors", count),
+    ]
+
+
+def _learners() -> list[Target]:
+    speed = Figure("learners", "SGD", "speed per run", "naive", (5.0,))
+    found = [Target("learners", "SGD, 5 seeds, steps per second and run", AT_LEAST, 8.0,
+                    "x naive torch", speed)]  # fmt: skip
+    for name in ("SGD-dagger, 20 directions", "SGD-dagger, 80 directions",
+                 "SGD-dagger, 80 directions, float16"):  # fmt: skip
+        figure = Figure("learners", name, "step", "SGD steps", (1.0, 5.0))
+        what = f"{name}: step against SGD's plus 1.3 times reading the memory twice"
+        found.append(Target("learners", what, AT_MOST, 1.0, "of the limit", figure, name, "limit"))
+    for name in ("OGD-GTL eps=.01, 1,000 samples", "OGD-GTL eps=.001, 1,000 samples"):
+        figure = Figure("learners", name, "step", "SGD steps", (1.0,))
+        what = f"{name}: step at 1 seed"
+        found.append(Target("learners", what, AT_MOST, 4.0, "SGD steps", figure))
+    return found
+
+
+TARGETS: tuple[Target, ...] = (
+    *_products(),
+    *_dense(),
+    *_budget(),
+    *_projection(),
+    *_eigen(),
+    *_energy(),
+    *_learners(),
+)

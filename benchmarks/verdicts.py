@@ -1,0 +1,125 @@
+"""Promises against measurements: met, missed, or not measured here."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.measure import Row, format_table
+from benchmarks.targets import AT_MOST, TARGETS, Figure, Target
+
+MET, PARTLY, MISSED, ABSENT = "met", "met where measured", "missed", "not measured here"
+Key = tuple[str, str, str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A target, what was measured (the worst of its points) and what that means.
+
+    Attributes:
+        measured: None if no point was.
+        at: The ``x`` of the worst point.
+        points: How many of the target's points were measured.
+        environment: Of the rows that decided.
+        note: Why nothing was measured, where the rows tell.
+    """
+
+    target: Target
+    measured: float | None
+    at: str
+    points: int
+    verdict: str
+    environment: str
+    note: str = ""
+
+
+def judge(rows: Iterable[Row], targets: Sequence[Target] = TARGETS) -> list[Verdict]:
+    """One verdict per target. Where rows say the same thing twice, the later one counts."""
+    table = {_key(entry): entry for entry in rows}
+    return [_judge_one(target, table) for target in targets]
+
+
+def _judge_one(target: Target, table: Mapping[Key, Row]) -> Verdict:
+    found: list[tuple[float, float | str, str]] = []
+    for x in target.figure.x:
+        own = _look_up(target.figure, x, table)
+        if own is None:
+            continue
+        value = own.p50
+        if target.per is not None:
+            other = replace(
+                target.figure,
+                contender=target.per,
+                metric=target.per_metric or target.figure.metric,
+            )
+            beside = _look_up(other, x, table)
+            if beside is None:
+                continue
+            value = beside.p50 / value if target.inverse else value / beside.p50
+        found.append((value, x, own.environment))
+    if not found:
+        return Verdict(target, None, "", 0, ABSENT, "", _why(target, table))
+    upper = target.sense == AT_MOST
+    # NaN is the worst of all: it must not slip through a comparison
+    value, x, environment = max(
+        found,
+        key=lambda one: math.inf if math.isnan(one[0]) else (one[0] if upper else -one[0]),
+    )
+    good = value <= target.limit if upper else value >= target.limit
+    whole = len(found) == len(target.figure.x)
+    verdict = (MET if whole else PARTLY) if good else MISSED
+    return Verdict(target, value, str(x), len(found), verdict, environment)
+
+
+def _why(target: Target, table: Mapping[Key, Row]) -> str:
+    """A rival that was there and wrong has errors in the rows, and no time."""
+    if target.per is not None:
+        for entry in table.values():
+            wrong = entry.metric in ("residual", "error in float64")
+            same = entry.subject == target.figure.subject and entry.x in target.figure.x
+            if wrong and same and entry.contender == target.per:
+                return f"the other is wrong: {entry.metric} {number(entry.p50)}"
+    return ""
+
+
+def _look_up(figure: Figure, x: float | str, table: Mapping[Key, Row]) -> Row | None:
+    return table.get((figure.subject, figure.contender, figure.metric, figure.unit, str(x)))
+
+
+def _key(entry: Row) -> Key:
+    return entry.subject, entry.contender, entry.metric, entry.unit, str(entry.x)
+
+
+def number(value: float) -> str:
+    """A figure for people: three digits, powers of ten only where they help."""
+    if value == 0.0 or 0.01 <= abs(value) < 1e5:
+        return f"{value:.3g}"
+    return f"{value:.1e}"
+
+
+def cells(verdict: Verdict) -> list[str]:
+    """What is promised, the limit, what was measured, the verdict."""
+    target = verdict.target
+    measured = verdict.note or "-" if verdict.measured is None else number(verdict.measured)
+    if len(target.figure.x) > 1 and verdict.measured is not None:
+        measured += f" (worst of {verdict.points}: {verdict.at})"
+    word = verdict.verdict
+    if word == PARTLY:
+        word = f"{MET} at {verdict.points} of {len(target.figure.x)} points"
+    return [target.what, f"{target.sense} {number(target.limit)} {target.unit}", measured, word]
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """The printed table and how it ends in one line."""
+    lines = [cells(verdict) for verdict in verdicts]
+    return "\n".join(
+        [format_table(["target", "limit", "measured", "verdict"], lines), "", summary(verdicts)]
+    )
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """How many of each."""
+    count = {
+        word: sum(verdict.verdict == word for verdict in verdicts)
+        for word in (MET, PARTLY, MISSED, ABSENT)
+    }
+    return f"{len(verdicts)} targets: " + ", ".join(f"{n} {word}" for word, n in count.items() if n)
