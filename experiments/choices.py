@@ -97,11 +97,20 @@ NETWORKS: dict[str, Network] = {
         lambda seed, classes, tasks: progressive_mlp((196, *HIDDEN, classes), tasks, seed=seed)
     ),
     "resnet": Network(lambda seed, classes, _: slim_resnet18(classes, seed=seed), 500),
-    "resnet_small": Network(lambda seed, classes, _: slim_resnet18(classes, nf=6, seed=seed), 500),
+    "resnet_small": Network(lambda seed, classes, _: slim_resnet18(classes, nf=8, seed=seed), 500),
+    "resnet_tiny": Network(
+        lambda seed, classes, _: slim_resnet18(classes, nf=4, blocks=(1, 1, 1), seed=seed), 500
+    ),
     "vit": Network(lambda seed, classes, _: vit_cifar(classes, seed=seed), 500),
     "vit_small": Network(
         lambda seed, classes, _: vit_cifar(
             classes, hidden=48, depth=2, heads=4, mlp=96, seed=seed
+        ),
+        500,
+    ),
+    "vit_tiny": Network(
+        lambda seed, classes, _: vit_cifar(
+            classes, hidden=16, depth=1, heads=2, mlp=32, patch=8, seed=seed
         ),
         500,
     ),

@@ -1,12 +1,12 @@
 """HTML in which everything is escaped that was not made here.
 
-``tag("p", "a < b")`` gives ``<p>a &lt; b</p>``; only what another ``tag`` returned goes in as it is.
+``tag("p", "a < b")`` gives ``<p>a &lt; b</p>``; only what ``tag`` itself returned goes in as it is.
 """
 
 from collections.abc import Iterable
 from html import escape
 
-VOID = frozenset({"br", "img", "meta"})
+VOID = frozenset({"img", "meta", "wbr"})
 
 
 class Markup(str):
@@ -15,7 +15,7 @@ class Markup(str):
     __slots__ = ()
 
 
-def tag(name: str, *children: object, **attributes: object) -> Markup:
+def tag(name: str, /, *children: object, **attributes: object) -> Markup:
     """An element. ``None`` leaves out a child or an attribute; ``class_`` stands for ``class``."""
     opening = name + "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
@@ -41,8 +41,11 @@ def joined(children: Iterable[object], separator: str = "") -> Markup:
 
 
 def table(
-    head: Iterable[object], rows: Iterable[Iterable[object]], caption: object = None
-) -> Markup:  # fmt: skip
+    head: Iterable[object],
+    rows: Iterable[Iterable[object]],
+    caption: object = None,
+    class_: str | None = None,
+) -> Markup:
     """A table in a box of its own, which scrolls where the page is too narrow for it.
 
     The first cell of every row is its heading.
@@ -57,6 +60,7 @@ def table(
         None if caption is None else tag("caption", caption),
         tag("thead", heading),
         tag("tbody", *body),
+        class_=class_,
     )
     # focusable: without a mouse a box can be scrolled only when it can be reached
     return tag("div", inside, class_="scroll", tabindex="0")

@@ -1,0 +1,107 @@
+"""SGD-dagger on a ResNet and a ViT (tab:other-arch).
+
+The table's CIFAR-10 column is headed E(5); its numbers are the mean of E_o(t) over all pairs
+o <= t. Its CIFAR-100 column is E(20), divided by t. All of them stand here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from curvlab.metrics import Norm, accuracy_forgetting, average_forgetting, current_accuracy
+from experiments import cifar10
+from experiments.cifar import RESNET_100, VIT_100, Network, accuracies, measure, ordered, rows_of
+from experiments.experiment import BySeed, Experiment
+from experiments.shelf import Shelf
+from experiments.tables import Claim, Metrics, Table
+
+NORMS = ("pairs", "1/t", "1/(t-1)")
+PUBLISHED = {"cifar10": "pairs", "cifar100": "1/t"}  # which of them a column of the paper is
+
+
+@dataclass(frozen=True)
+class Config:
+    cifar10: tuple[Network, ...]
+    cifar100: tuple[Network, ...] = ()  # its files are not embedded: at full size only
+
+    def streams(self) -> dict[str, tuple[Network, ...]]:
+        """The networks by the table's column."""
+        return {name: nets for name, nets in (("cifar10", self.cifar10),
+                                              ("cifar100", self.cifar100)) if nets}  # fmt: skip
+
+
+DEMO = Config(cifar10.DEMO.networks)
+SCALED = Config(cifar10.SCALED.networks)
+# the table has no k = 40
+FULL = Config(cifar10.FULL.networks, (replace(RESNET_100, ks=(10, 20)), VIT_100))
+
+
+def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
+    found = {name: measure(nets, seeds, shelf) for name, nets in config.streams().items()}
+    return {seed: {name: found[name][seed] for name in found} for seed in seeds}
+
+
+def matrices_of(config: Config, metrics: BySeed) -> dict[str, dict[str, Tensor]]:
+    """Accuracy matrices ``(S, T, T)`` by column and row."""
+    return {
+        name: {row: accuracies({s: m[name] for s, m in metrics.items()}, row)
+               for row in rows_of(nets)}
+        for name, nets in config.streams().items()
+    }  # fmt: skip
+
+
+def tables(config: Config, metrics: BySeed) -> list[Table]:
+    columns = [
+        column for name in config.streams()
+        for column in (name, *(f"{norm} {name}" for norm in NORMS if norm != PUBLISHED[name]),
+                       f"a_tt {name}")
+    ]  # fmt: skip
+    found = Table("tab:other-arch", "forgetting of accuracy over a whole stream", tuple(columns))
+    for name, matrices in matrices_of(config, metrics).items():
+        for row, accuracy in matrices.items():
+            lost = accuracy_forgetting(accuracy)
+            samples = {
+                "pairs": torch.cat([lost[:, t, : t + 1].flatten() for t in range(lost.shape[-1])]),
+                "1/t": lost[:, -1].flatten(),
+                "1/(t-1)": lost[:, -1, :-1].flatten(),
+            }
+            for norm, entries in samples.items():
+                column = name if norm == PUBLISHED[name] else f"{norm} {name}"
+                found.add(row, column, entries.tolist())
+            found.add(row, f"a_tt {name}", current_accuracy(accuracy).flatten().tolist())
+    return [found]
+
+
+def claims(config: Config, metrics: BySeed) -> list[Claim]:
+    found = []
+    matrices = matrices_of(config, metrics)
+    for name, networks in config.streams().items():
+        norm: Norm = "pairs" if PUBLISHED[name] == "pairs" else "t"
+        for network in networks:
+            rows = list(network.rows())
+            lost = {
+                row: average_forgetting(accuracy_forgetting(matrices[name][row]), norm)[:, -1]
+                for row in rows
+            }
+            for more, less in pairwise(rows):
+                found.append(ordered(f"{name}: {less} forgets less than {more}", lost,
+                                     (more, less)))  # fmt: skip
+    return found
+
+
+EXPERIMENT = Experiment(
+    label="tab:other-arch",
+    what="Forgetting of SGD and SGD-dagger-k with a ResNet and a ViT on Split CIFAR-10 and -100",
+    data="cifar10",
+    sizes={"demo": DEMO, "scaled": SCALED, "full": FULL},
+    run=run,
+    tables=tables,
+    claims=claims,
+    trainings=lambda config: [
+        training for nets in config.streams().values() for training in rows_of(nets).values()
+    ],
+    cost={},
+)

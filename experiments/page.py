@@ -1,0 +1,291 @@
+"""The report page as HTML: a verdict on top, then every experiment with what stands behind it."""
+
+import base64
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from experiments.experiment import SIZES, Experiment
+from experiments.findings import Finding
+from experiments.markup import Markup, joined, table, tag
+from experiments.paper import published
+from experiments.shelf import LABEL as RUN
+from experiments.store import Result
+from experiments.tables import Cell, Table, format_pair
+
+TITLE = "Towards guarantees for parameter isolation in continual learning: what reproduces"
+SIGNS = {"agree": "✓ agrees", "disagree": "✗ disagrees", "not tested": "○ not tested"}
+STYLES = {"agree": "agree", "disagree": "disagree", "not tested": "untested"}
+
+
+def page(
+    experiments: Sequence[Experiment],
+    findings: Mapping[str, list[Finding]],
+    pictures: Mapping[str, bytes],
+    results: Sequence[Result],
+) -> str:
+    """The whole document.
+
+    Args:
+        experiments: In the order in which they are to stand.
+        findings: By label, the largest size first; empty where there are no results.
+        pictures: PNG files by the anchor of their finding.
+        results: All lines of the results file.
+    """
+    sections = [
+        _section(one, findings[one.label], pictures) for one in experiments if findings[one.label]
+    ]
+    shown = {
+        result.key
+        for found in findings.values()
+        for one in found
+        for result in one.results.values()
+    }
+    body = [*_top(experiments, findings), *sections, _runs(results), _unused(results, shown)]
+    document = tag("html", _head(), tag("body", tag("main", *body)), lang="en")
+    return f"<!DOCTYPE html>\n{document}\n"
+
+
+def _head() -> Markup:
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    return tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", TITLE),
+        tag("style", Markup(style)),
+    )
+
+
+def _top(
+    experiments: Sequence[Experiment], findings: Mapping[str, list[Finding]]
+) -> Iterator[Markup]:  # fmt: skip
+    """The verdict: a sentence, a table, and every disagreement by name."""
+    best = [found[0] for found in findings.values() if found]
+    verdicts = Counter(claim.verdict for found in best for claim in found.claims)
+    yield tag("h1", TITLE)
+    yield tag("p", "Every table and figure of arXiv 2310.01165, measured again with curvlab.",
+              class_="soft")  # fmt: skip
+    if not best:
+        yield tag("p", "There are no results yet. ", tag("code", "python -m experiments run all"),
+                  " makes those of the smallest size in a few minutes.", class_="lead")  # fmt: skip
+    else:
+        yield tag(
+            "p",
+            f"Of {sum(verdicts.values())} claims of the paper ",
+            tag("strong", f"{verdicts['agree']} agree", class_="agree"), ", ",
+            tag("strong", f"{verdicts['disagree']} disagree", class_="disagree"),
+            f" and {verdicts['not tested']} are not tested, in {len(best)} of {len(experiments)} "
+            "experiments.", class_="lead",
+        )  # fmt: skip
+        full = sum(found.size == "full" for found in best)
+        yield tag("p", f"{full} experiments are of the paper's size (full). The others are "
+                  "smaller: their claims count, their numbers need not match the paper's.",
+                  class_="soft")  # fmt: skip
+    head = ("Label", "Size", "Seeds", "Agree", "Disagree", "Not tested", "Learned (a_tt)", "Time")
+    yield tag("h2", "Verdict", id="verdict")
+    yield table(head, [_verdict(one, findings[one.label]) for one in experiments])
+    wrong = [(found, claim) for found in best for claim in found.claims
+             if claim.verdict == "disagree"]  # fmt: skip
+    if wrong:
+        yield tag("h2", "What disagrees")
+        items = [tag("li", tag("a", found.experiment.label, href=f"#{found.anchor}"),
+                     f": {claim.text} ({claim.measured})")
+                 for found, claim in wrong]  # fmt: skip
+        yield tag("ul", *items)
+    if missing := [one for one in experiments if not findings[one.label]]:
+        yield _not_run(missing)
+
+
+def _not_run(experiments: Iterable[Experiment]) -> Markup:
+    """The commands that would fill the gaps, at the smallest size that there is."""
+    items = []
+    for one in experiments:
+        size = next(size for size in SIZES if size in one.sizes)
+        command = f"python -m experiments run {shlex.quote(one.label)} --size {size}"
+        cost = one.cost.get(size)
+        items.append(tag("li", tag("code", command), f" ({cost})" if cost else None))
+    note = f"{_count(len(items), 'experiment')} not run: the commands"
+    return tag("details", tag("summary", note), tag("ul", *items))
+
+
+def _verdict(experiment: Experiment, found: list[Finding]) -> list[object]:
+    names = joined([joined([tag("wbr"), name]) for name in experiment.labels], ", ")
+    if not found:
+        return [names, tag("span", "not run", class_="untested"), *["–"] * 6]
+    first = found[0]
+    counts = Counter(claim.verdict for claim in first.claims)
+    marks = [
+        tag("span", f"{SIGNS[verdict][0]} {counts[verdict]}", class_=STYLES[verdict])
+        if counts[verdict] else "" for verdict in SIGNS
+    ]  # fmt: skip
+    accuracies, low = first.learned()
+    learned: object = ""
+    if accuracies:
+        span = f"{min(accuracies):.2f} to {max(accuracies):.2f}"
+        learned = tag("span", f"⚠ {span}: barely", class_="warning") if low else span
+    return [tag("a", names, href=f"#{first.anchor}"), first.size, len(first.results), *marks,
+            learned, _time(first.seconds)]  # fmt: skip
+
+
+def _section(experiment: Experiment, found: list[Finding], pictures: Mapping[str, bytes]) -> Markup:
+    first, *others = found
+    folded = [
+        tag("details",
+            tag("summary", f"the same at size {other.size}, {_count(len(other.results), 'seed')}"),
+            *_body(other, pictures), id=other.anchor)
+        for other in others
+    ]  # fmt: skip
+    return tag(
+        "section",
+        tag("h2", ", ".join(experiment.labels), " ",
+            tag("span", f"{first.size}, {_count(len(first.results), 'seed')}", class_="badge")),
+        tag("p", experiment.what),
+        *_body(first, pictures),
+        *folded,
+        id=first.anchor,
+    )  # fmt: skip
+
+
+def _body(found: Finding, pictures: Mapping[str, bytes]) -> Iterator[Markup]:
+    _, low = found.learned()
+    if low:
+        yield tag("p", "⚠ Some rows have a_tt not far above chance: they learned little, so little "
+                  "forgetting is no merit of theirs.", class_="warning")  # fmt: skip
+    items = [
+        tag("li", tag("span", SIGNS[claim.verdict], class_=f"verdict {STYLES[claim.verdict]}"),
+            claim.text, tag("span", f" ({claim.measured})", class_="soft"))
+        for claim in found.claims
+    ]  # fmt: skip
+    if items:
+        yield tag("ul", *items, class_="claims")
+    for one in found.tables:
+        yield _table(one, found)
+    if found.anchor in pictures:
+        yield _figure(found, pictures[found.anchor])
+    yield _provenance(found)
+
+
+def _table(one: Table, found: Finding) -> Markup:
+    head = [joined([column, _near_note(found, one, column)]) for column in one.columns]
+    rows = [
+        [
+            name.replace("SGD-dagger", "SGD†"),
+            *(_cell(one, name, column, cells.get(column), found) for column in one.columns),
+        ]
+        for name, cells in one.rows.items()
+    ]
+    caption = f"{one.label}: {one.title} (mean ± standard deviation; below it the paper's)"
+    return table(["", *head], rows, caption, "data")
+
+
+def _near_note(found: Finding, one: Table, column: str) -> Markup | None:
+    """At the paper's size, how many cells of a column lie near the published ones."""
+    pairs = [
+        (cells[column], theirs)
+        for name, cells in one.rows.items()
+        if column in cells and (theirs := published(one.label, name, column)) is not None
+    ]
+    if found.size != "full" or not pairs:
+        return None
+    near = sum(_near(cell, theirs) for cell, theirs in pairs)
+    title = "cells in which the two means are no further apart than the two deviations together"
+    return tag("span", f"≈ {near}/{len(pairs)}", class_="theirs", title=title)
+
+
+def _near(cell: Cell, theirs: tuple[float, float]) -> bool:
+    return abs(cell.mean - theirs[0]) <= cell.std + theirs[1]
+
+
+def _cell(one: Table, row: str, column: str, cell: Cell | None, found: Finding) -> Markup:
+    theirs = published(one.label, row, column)
+    below = None if theirs is None else tag("span", format_pair(*theirs), class_="theirs")
+    if cell is None:
+        return joined(["–", below])
+    made = "\n".join(found.commands)
+    ours = tag("a", str(cell), href=f"#made-{found.anchor}", title=made, class_="ours")
+    return joined([ours, below])
+
+
+def _figure(found: Finding, picture: bytes) -> Markup:
+    data = base64.b64encode(picture).decode()
+    what = f"Figure: {found.experiment.what}"
+    links = [
+        tag("a", kind.upper(), href=f"figures/{found.anchor}.{kind}") for kind in ("png", "pdf")
+    ]
+    return tag(
+        "figure",
+        tag("img", src=f"data:image/png;base64,{data}", alt=what),
+        tag("figcaption", "as ", joined(links, ", ")),
+    )
+
+
+def _provenance(found: Finding) -> Markup:
+    """The commands, times, commits and versions behind every number of a finding."""
+    results = found.results.values()
+    versions: dict[str, list[str]] = {}
+    for result in results:
+        for name, value in result.versions.items():
+            versions.setdefault(name, []).append(str(value))
+    facts = [
+        f"seeds {' '.join(map(str, found.results))}",
+        f"{_time(found.seconds)} in all",
+        f"commit {', '.join(dict.fromkeys(result.commit for result in results))}",
+        *(f"{name} {', '.join(dict.fromkeys(values))}" for name, values in versions.items()),
+    ]
+    files = joined(
+        [tag("a", f"{name}.csv", href=f"tables/{name}.csv") for name, _ in found.files()], ", "
+    )
+    return tag(
+        "div",
+        *(tag("p", tag("code", command), class_="command") for command in found.commands),
+        tag("p", "; ".join(facts), joined([". ", files]) if files else None, class_="facts"),
+        id=f"made-{found.anchor}",
+    )
+
+
+def _runs(results: Iterable[Result]) -> Markup | None:
+    """The trained runs that the experiments share, one row per training."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        if result.label == RUN:
+            groups.setdefault(str(sorted(result.config.items())), []).append(result)
+    if not groups:
+        return None
+    rows = []
+    for group in groups.values():
+        config = group[0].config
+        seeds = {result.seed: result for result in group}  # the newest of each seed
+        learned = [
+            row[-1] for one in seeds.values() for row in one.metrics.get("test_accuracy", [])
+        ]
+        rows.append([
+            f"{config.get('learner')} {config.get('level', 0):g}",
+            f"{config.get('stream')}, {config.get('network')}",
+            f"{config.get('rates')}, {config.get('epochs')}",
+            " ".join(map(str, sorted(seeds))),
+            f"{sum(learned) / len(learned):.3f}" if learned else "–",
+            _time(sum(one.seconds for one in seeds.values())),
+        ])  # fmt: skip
+    head = ("Learner", "Stream, network", "Rates, epochs", "Seeds", "Mean a_tt", "Time")
+    note = f"{_count(len(groups), 'training')}, shared by the experiments above"
+    return tag("section", tag("details", tag("summary", note), table(head, rows)))
+
+
+def _unused(results: Iterable[Result], shown: set[str]) -> Markup | None:
+    rest = sum(result.label != RUN and result.key not in shown for result in results)
+    if not rest:
+        return None
+    return tag("p", f"{_count(rest, 'result')} of other configurations or older versions of the "
+               "code are in the file and not on this page.", class_="soft")  # fmt: skip
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100.0:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000.0 else f"{seconds / 3600:.1f} h"

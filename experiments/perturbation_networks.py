@@ -1,0 +1,42 @@
+"""The perturbation score of the larger networks (fig:PTBRN: ResNet, fig:PTBvit: ViT).
+
+Measures, claims and figure are those of :mod:`experiments.perturbation`. The paper's ResNet learns
+Split CIFAR-100; the smaller sizes here take Split CIFAR-10.
+"""
+
+from experiments import cifar10
+from experiments.cifar import RESNET_100, VIT_10
+from experiments.perturbation import Config, experiment
+from experiments.shelf import Training
+
+
+def _quick(training: Training) -> Config:
+    return Config(training, tasks=2, directions=5, random=5, per_decade=1, tol=1e-2)
+
+
+def _scaled(training: Training) -> Config:
+    return Config(training, per_decade=2, tol=1e-2)
+
+
+RESNET = experiment(
+    "fig:PTBRN",
+    "perturbation score around the solutions of Split CIFAR, ResNet, in loss and in error rate",
+    "cifar100",
+    {
+        "demo": _quick(cifar10.DEMO.networks[0].training),
+        "scaled": _scaled(cifar10.SCALED.networks[0].training),
+        "full": Config(RESNET_100.training),
+    },
+    {},
+)
+VIT = experiment(
+    "fig:PTBvit",
+    "perturbation score around the solutions of Split CIFAR-10, ViT, in loss and in error rate",
+    "cifar10",
+    {
+        "demo": _quick(cifar10.DEMO.networks[1].training),
+        "scaled": _scaled(cifar10.SCALED.networks[1].training),
+        "full": Config(VIT_10.training),
+    },
+    {},
+)
