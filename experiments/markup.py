@@ -55,12 +55,9 @@ def table(
         cells = joined(tag("td", cell) for cell in rest)
         body.append(tag("tr", tag("th", first, scope="row"), cells))
     heading = tag("tr", *(tag("th", cell, scope="col") for cell in head))
-    inside = tag(
-        "table",
-        None if caption is None else tag("caption", caption),
-        tag("thead", heading),
-        tag("tbody", *body),
-        class_=class_,
-    )
+    label = None if caption is None else str(caption)
+    inside = tag("table", tag("thead", heading), tag("tbody", *body), class_=class_)
     # focusable: without a mouse a box can be scrolled only when it can be reached
-    return tag("div", inside, class_="scroll", tabindex="0")
+    box = tag("div", inside, class_="scroll", tabindex="0", role="region", aria_label=label)
+    # above the box, not a <caption> in it, which would be as wide as the table
+    return box if caption is None else joined([tag("p", caption, class_="caption"), box])

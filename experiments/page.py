@@ -83,9 +83,12 @@ def _top(
         yield tag("p", f"{full} experiments are of the paper's size (full). The others are "
                   "smaller: their claims count, their numbers need not match the paper's.",
                   class_="soft")  # fmt: skip
-    head = ("Label", "Size", "Seeds", "Agree", "Disagree", "Not tested", "Learned (a_tt)", "Time")
+    head = ("Label", "Claims", "Size", "Seeds", "Learned (a_tt)", "Time")
     yield tag("h2", "Verdict", id="verdict")
     yield table(head, [_verdict(one, findings[one.label]) for one in experiments])
+    yield tag("p", "✓ agrees, ✗ disagrees, ○ not tested; ⚠ learned so little that forgetting "
+              "says nothing. A number in a table leads to the command that made it.",
+              class_="soft")  # fmt: skip
     wrong = [(found, claim) for found in best for claim in found.claims
              if claim.verdict == "disagree"]  # fmt: skip
     if wrong:
@@ -113,20 +116,21 @@ def _not_run(experiments: Iterable[Experiment]) -> Markup:
 def _verdict(experiment: Experiment, found: list[Finding]) -> list[object]:
     names = joined([joined([tag("wbr"), name]) for name in experiment.labels], ", ")
     if not found:
-        return [names, tag("span", "not run", class_="untested"), *["–"] * 6]
+        return [names, tag("span", "not run", class_="untested"), *["–"] * 4]
     first = found[0]
     counts = Counter(claim.verdict for claim in first.claims)
     marks = [
-        tag("span", f"{SIGNS[verdict][0]} {counts[verdict]}", class_=STYLES[verdict])
-        if counts[verdict] else "" for verdict in SIGNS
-    ]  # fmt: skip
+        tag("span", f"{sign[0]} {counts[verdict]}", class_=f"count {STYLES[verdict]}", title=sign)
+        for verdict, sign in SIGNS.items()
+        if counts[verdict]
+    ]
     accuracies, low = first.learned()
     learned: object = ""
     if accuracies:
         span = f"{min(accuracies):.2f} to {max(accuracies):.2f}"
         learned = tag("span", f"⚠ {span}: barely", class_="warning") if low else span
-    return [tag("a", names, href=f"#{first.anchor}"), first.size, len(first.results), *marks,
-            learned, _time(first.seconds)]  # fmt: skip
+    return [tag("a", names, href=f"#{first.anchor}"), joined(marks), first.size,
+            len(first.results), learned, _time(first.seconds)]  # fmt: skip
 
 
 def _section(experiment: Experiment, found: list[Finding], pictures: Mapping[str, bytes]) -> Markup:
@@ -169,13 +173,10 @@ def _body(found: Finding, pictures: Mapping[str, bytes]) -> Iterator[Markup]:
 
 def _table(one: Table, found: Finding) -> Markup:
     head = [joined([column, _near_note(found, one, column)]) for column in one.columns]
-    rows = [
-        [
-            name.replace("SGD-dagger", "SGD†"),
-            *(_cell(one, name, column, cells.get(column), found) for column in one.columns),
-        ]
-        for name, cells in one.rows.items()
-    ]
+    rows = []
+    for name, cells in one.rows.items():
+        entries = [_cell(one, name, column, cells.get(column), found) for column in one.columns]
+        rows.append([name.replace("SGD-dagger", "SGD†"), *entries])
     caption = f"{one.label}: {one.title} (mean ± standard deviation; below it the paper's)"
     return table(["", *head], rows, caption, "data")
 
