@@ -185,10 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     print(environment(options.threads))
     size = SIZES[options.size]
     with pinned_threads(options.threads):
-        rows = accuracy(size)
-        if options.size == "small":  # shorter blocks than the target's
-            rows = as_small(rows)
-        rows += cost(size, options.threads)
+        rows = accuracy(size) + cost(size, options.threads)
+    if options.size == "small":  # shorter blocks than the target's
+        rows = as_small(rows)
     lines = [
         [entry.contender, str(entry.x), entry.metric, f"{entry.p50:.2g} {entry.unit}"]
         for entry in rows

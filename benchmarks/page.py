@@ -8,6 +8,7 @@ that is not in the rows; every table names the machine and the revision its rows
 """
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ def fold(folder: Path, new: Iterable[Row]) -> list[Path]:
     """Put ``new`` rows in place of those of the same subject and ``x``; returns changed files."""
     by_section: dict[str, list[Row]] = {}
     for entry in new:
-        if not str(entry.x).startswith(SMALL):
+        if not f"{entry.x}".startswith(SMALL) and not entry.subject.startswith(SMALL):
             by_section.setdefault(section_of(entry), []).append(entry)
     written = []
     for name, rows in by_section.items():
@@ -50,17 +51,21 @@ def table(view: View, rows: Sequence[Row]) -> str:
     if not shown:
         return ""
     by_x = len(view.metrics) == 1
-    columns: list[str] = []
-    cells: dict[tuple[str, str], str] = {}
-    order = shown if by_x else sorted(shown, key=lambda e: view.metrics.index((e.metric, e.unit)))
-    for entry in order:
-        column = _text(entry.x) if by_x else f"{entry.metric}, {entry.unit}".removesuffix(", ")
-        columns += [column] if column not in columns else []
-        cells[entry.contender, column] = _cell(entry, view.sized)
-    names = dict.fromkeys(entry.contender for entry in own)
+    several = len({_text(entry.x) for entry in shown}) > 1
+
+    def place(entry: Row) -> tuple[str, str]:
+        """Line and column."""
+        if by_x:
+            return entry.contender, _text(entry.x)
+        name = f"{entry.contender}, {_text(entry.x)}" if several else entry.contender
+        return name, f"{entry.metric}, {entry.unit}".removesuffix(", ")
+
+    if not by_x:
+        shown.sort(key=lambda entry: view.metrics.index((entry.metric, entry.unit)))
+    columns = list(dict.fromkeys(place(entry)[1] for entry in shown))
+    cells = {place(entry): _cell(entry, view.sized) for entry in shown}
     lines = []
-    for name in names:
-        version = next(entry.version for entry in own if entry.contender == name)
+    for name, version in {place(entry)[0]: entry.version for entry in own}.items():
         line = [cells.get((name, c)) or (_wrong(own, name, c) if by_x else "") for c in columns]
         if any(line):
             lines.append([f"{name} {version}".strip(), *line])
@@ -125,6 +130,8 @@ def build(folder: Path) -> Path:
     if not every:
         raise ValueError(f"{folder / 'rows'} holds no rows; fold some in with --rows FILE")
     parts = [HEAD, "## Targets\n", targets(every) + "\n"]
+    if (folder / "rows" / "networks.json").is_file():
+        parts.append(networks(folder / "rows" / "networks.json"))
     for name, section in SECTIONS.items():
         if files.get(name):
             parts.append(written(name, section, files[name], folder))
@@ -144,6 +151,16 @@ def written(name: str, section: Section, rows: Sequence[Row], folder: Path) -> s
     if name == "growth":
         tables = [growth(rows)]
     return "\n".join([*parts, *(f"{one}\n" for one in tables if one)])
+
+
+def networks(path: Path) -> str:
+    """What `python -m benchmarks.trained --out` recorded."""
+    columns = ["size", "network", "parameters", "samples", "loss", "sha256"]
+    found = json.loads(path.read_text(encoding="utf-8"))
+    lines = [[str(one[column])[:16] for column in columns] for one in found]
+    text = "Trained from the embedded data by `python -m benchmarks.trained`; another machine may "
+    text += "round differently and get other weights.\n\n"
+    return f"## Trained networks\n\n{text}{markdown(columns, lines)}\n"
 
 
 def growth(rows: Sequence[Row]) -> str:

@@ -12,6 +12,7 @@ from curvlab.storage import write_atomically
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 MARKERS = "os^Dv*PX"
 TOP = "eigensolver k=20 tol=0.001"
+OWN = ("curvlab", "lanczos", "block lanczos")
 Draw = Callable[[Sequence[Row]], Any]
 
 
@@ -74,18 +75,23 @@ def _panels(shown: Sequence[Row], names: Sequence[str], label: str, log: bool = 
     figure, axes = plt.subplots(1, len(names), figsize=size, layout="constrained", squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
         bars = [entry for entry in shown if str(entry.x) == name][::-1]
-        own = [e.contender.startswith(("curvlab", "lanczos", "block lanczos")) for e in bars]
-        axis.barh(
-            [entry.contender for entry in bars],
-            [entry.p50 for entry in bars],
-            xerr=[[e.p50 - e.p20 for e in bars], [e.p80 - e.p50 for e in bars]],
-            color=[COLOURS[0] if mine else COLOURS[1] for mine in own],
-            error_kw={"linewidth": 1},
-        )
+        spread = [[e.p50 - e.p20 for e in bars], [e.p80 - e.p50 for e in bars]]
+        colours = [COLOURS[0] if e.contender.startswith(OWN) else COLOURS[1] for e in bars]
+        for at, (entry, colour) in enumerate(zip(bars, colours, strict=True)):
+            if log:  # a bar would begin nowhere
+                axis.errorbar(entry.p50, at, fmt="o", color=colour)
+            else:
+                axis.barh(at, entry.p50, color=colour)
+        axis.errorbar(
+            [e.p50 for e in bars], range(len(bars)), xerr=spread, fmt="none", ecolor="black",
+            linewidth=1,
+        )  # fmt: skip
+        axis.set_yticks(range(len(bars)), [e.contender for e in bars])
+        axis.margins(y=0.08)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel(label, fontsize=9)
         axis.tick_params(labelsize=8)
-        axis.grid(axis="x", alpha=0.3)
+        axis.grid(alpha=0.3)
         if log:
             axis.set_xscale("log")
     return figure
@@ -187,6 +193,14 @@ def learners(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def _short(size: float) -> str:
+    """160000 as 160 k."""
+    for unit, name in ((1e6, " M"), (1e3, " k")):
+        if size >= unit:
+            return f"{size / unit:.3g}{name}"
+    return f"{size:.3g}"
+
+
 def growth(rows: Sequence[Row]) -> Any:
     """Every curve with its fitted line."""
     fits = {(e.contender, e.metric): e for e in rows if e.unit == "fitted"}
@@ -211,6 +225,9 @@ def growth(rows: Sequence[Row]) -> Any:
         kind, _, against = what.partition(" against ")
         axis.set(xscale="log", yscale="log", xlabel=against)
         axis.set_ylabel("seconds" if kind == "time" else kind)
+        axis.set_xticks(x, [_short(size) for size in x])
+        axis.minorticks_off()
+        axis.set_ylim(10 ** math.floor(math.log10(min(y))), 10 ** math.ceil(math.log10(max(y))))
         axis.set_title(name, fontsize=8)
         axis.grid(alpha=0.3, which="both")
         axis.legend(fontsize=8)

@@ -1,10 +1,11 @@
 """The three networks after some training on real images: the spectra that solvers meet in practice.
 
 Made once from the embedded data with a fixed seed and kept in ``results/networks`` (a file per
-network and recipe, with checksum); ``python -m benchmarks.trained`` makes them all and prints their
-losses and digests. Modes are ``eval``: see :mod:`benchmarks.networks`.
+network and recipe, with checksum); ``python -m benchmarks.trained`` makes them all, prints their
+losses and digests, and with ``--out rows/networks.json`` records them for the results page. Modes are ``eval``: see :mod:`benchmarks.networks`.
 """
 
+import argparse
 import hashlib
 import json
 from collections.abc import Callable
@@ -98,16 +99,39 @@ def _name(recipe: Recipe) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+def describe(size: str, recipe: Recipe, folder: Path = FOLDER) -> dict[str, str | int | float]:
+    """What the network is: parameters, samples, loss and the digest of its weights."""
+    network = trained(recipe, folder)
+    with torch.no_grad():
+        loss = float(network.loss(network.model(network.inputs), network.targets))
+    digest = hashlib.sha256(parameter_vector(network.model).numpy().tobytes()).hexdigest()
+    return {
+        "size": size,
+        "network": recipe.network,
+        "parameters": network.n,
+        "samples": network.samples,
+        "loss": round(loss, 4),
+        "sha256": digest,
+    }
+
+
 def main() -> None:
-    for size, recipes in SIZES.items():
-        for recipe in recipes.values():
-            network = trained(recipe)
-            with torch.no_grad():
-                loss = float(network.loss(network.model(network.inputs), network.targets))
-            digest = hashlib.sha256(parameter_vector(network.model).numpy().tobytes()).hexdigest()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--out", type=Path, help="write what they are to this .json")
+    options = parser.parse_args()
+    found = []
+    for size in options.sizes:
+        for recipe in SIZES[size].values():
+            one = describe(size, recipe)
+            found.append(one)
             print(
-                f"{size:6} {recipe.network:13} n = {network.n:>10,} loss {loss:.3f} {digest[:16]}"
+                f"{size:6} {recipe.network:13} n = {one['parameters']:>10,} loss {one['loss']:.3f} "
+                f"{str(one['sha256'])[:16]}",
+                flush=True,
             )
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

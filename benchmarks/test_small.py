@@ -1,0 +1,110 @@
+"""The benchmarks under pytest-benchmark, at the small size, on the same measuring functions.
+
+    pytest benchmarks                      # everything runs once and must be right
+    pytest benchmarks --benchmark-enable   # and is timed, with pytest-benchmark's own options
+
+The gate is the same as everywhere here: a contender that is wrong fails instead of being timed.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import append, conformance, dense_hessian, products, projection_contenders
+from benchmarks.eigensolver_contenders import Problem, contenders, outliers
+from benchmarks.eigensolvers import enter
+from benchmarks.learner_networks import filled, population, stepping
+from benchmarks.measure import pinned_threads
+from benchmarks.networks import SIZES, SMALL, Network
+from benchmarks.plain import steady, truth
+from curvlab.eigen import lanczos
+from curvlab.learners import SGD
+from curvlab.operators import Hessian
+
+Timer = Callable[..., Any]  # pytest-benchmark's fixture
+THREADS = 2
+WIDTH = products.WIDTH
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with pinned_threads(THREADS):
+        yield
+
+
+@pytest.fixture(scope="module", params=list(SMALL))
+def network(request: pytest.FixtureRequest) -> Network:
+    return steady(SMALL[request.param], 0.1 * products.LIMIT)
+
+
+@pytest.mark.parametrize("kind", list(products.KINDS))
+@pytest.mark.parametrize("index", range(12))
+def test_product(benchmark: Timer, network: Network, kind: str, index: int) -> None:
+    own = products.contenders(network, kind, compiled=False)
+    if index >= len(own):
+        pytest.skip("fewer contenders than that for this network")
+    contender = own[index]
+    double = products.contenders(network.double(), kind, compiled=False)[index]
+    block = torch.randn(contender.width, network.n, generator=torch.Generator().manual_seed(1))
+    exact = truth(network, kind, block)
+    outcome = products.enter(contender, double, block, exact, THREADS)
+    if not outcome.right and not contender.name.startswith("curvlab"):
+        pytest.skip(f"{contender.name} is wrong by {outcome.exactness:.0e}: not timed")
+    assert outcome.right, contender.name
+    benchmark.extra_info["contender"] = contender.name  # type: ignore[attr-defined]
+    benchmark(outcome.product, block)
+
+
+SOLVERS = ("lanczos", "lanczos, uncertified", "block lanczos", "scipy eigsh, our product")
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_solver(benchmark: Timer, solver: str) -> None:
+    found = Problem("small outliers", outliers(10_000), None, None)
+    wanted = lanczos(found.operator, 10, tol=1e-5, progress=False).values
+    table = contenders(found, 10, 1e-3, wanted, whole=False)
+    outcome = enter(found, table[solver], wanted, 1e-3)
+    assert outcome.passes(1e-3)
+    benchmark(table[solver].solve, outcome.effort)
+
+
+@pytest.mark.parametrize("index", range(11))
+def test_projection(benchmark: Timer, tmp_path: Path, index: int) -> None:
+    given = projection_contenders.problem(20_000, 10)
+    found = list(projection_contenders.contenders(given, tmp_path))
+    if index >= len(found):
+        pytest.skip("fewer contenders than that")
+    assert found[index].leak <= 1e-3
+    benchmark.extra_info["contender"] = found[index].name  # type: ignore[attr-defined]
+    benchmark(found[index].run)
+
+
+def test_dense_hessian(benchmark: Timer) -> None:
+    network = SMALL["mlp"]()
+    assert dense_hessian.measure(network, 32, 1, THREADS)[0].p50 <= 1e-5  # its own gate
+    operator = Hessian(network.model, network.loss, (network.inputs, network.targets))
+    benchmark(operator.dense)
+
+
+def test_appending_stays_orthonormal(benchmark: Timer) -> None:
+    found = benchmark(append.accuracy, append.Size(10_000, (8, 500), (1, 1, 1), 1))
+    off = [entry.p50 for entry in found if entry.metric == "orthogonality"]
+    assert max(off) <= 5e-7
+
+
+def test_no_prescribed_spectrum_is_silently_wrong(benchmark: Timer) -> None:
+    name, (_, solve) = next(iter(conformance.solvers().items()))
+    assert name == "lanczos"
+    values = conformance.spectra()["multiplicity 4"]
+    _, missed, _ = benchmark(conformance._run, solve, values, (4,), (0,))
+    assert missed == 0
+
+
+@pytest.mark.parametrize("directions", [0, 20])
+def test_training_step(benchmark: Timer, directions: int) -> None:
+    runs, batch = population(SIZES["full"]["mlp"]())
+    learner = filled(runs, directions, torch.float32) if directions else SGD()
+    benchmark(stepping(runs, learner, batch, []))
