@@ -2,7 +2,8 @@
 
 Made once from the embedded data with a fixed seed and kept in ``results/networks`` (a file per
 network and recipe, with checksum); ``python -m benchmarks.trained`` makes them all, prints their
-losses and digests, and with ``--out rows/networks.json`` records them for the results page. Modes are ``eval``: see :mod:`benchmarks.networks`.
+losses and digests, and with ``--out rows/networks.json`` records them for the results page.
+Modes are ``eval``: see :mod:`benchmarks.networks`.
 """
 
 import argparse
