@@ -53,6 +53,8 @@ class Basis:
         store: The stored rows.
     """
 
+    shared = False  # whether other processes hold further columns of every row
+
     def __init__(
         self,
         n: int,
@@ -151,7 +153,9 @@ class Basis:
                 f"{vectors.shape[0]} vectors need as many values; got {len(origin.values)}"
             )
         work = vectors.detach().to(self.store.working, copy=True).contiguous()
-        kept = orthonormalise_with_(self.project_out_, work, self.size, least)
+        kept = orthonormalise_with_(
+            self.project_out_, work, self.size, least, self.total if self.shared else None
+        )
         count = int(kept.sum())
         if self.size + count > self.capacity:
             raise ValueError(
@@ -206,7 +210,7 @@ class Basis:
     def _add(self, vectors: Tensor) -> None:
         """Store orthonormal ``vectors`` ``(k, n)`` and border the Gram matrix and its factor."""
         values = self.store.write(vectors)
-        across, corner = self.coefficients(values), gram(values)
+        across, corner = self.coefficients(values), self.total(gram(values))
         factor = None
         if self.factor is not None:
             factor = subspaces.bordered_factor(self.factor, across, corner)
@@ -268,7 +272,17 @@ class Basis:
     def leak(self, vectors: Tensor) -> Tensor:
         """The share of each vector's norm that lies in the basis: ``()`` or ``(b,)``, float64."""
         inside = ops.norm(subspaces.whitened(self.factor, self.coefficients(vectors)))
-        return inside / ops.norm(vectors)
+        return inside / self.lengths(vectors)
+
+    # Columns in other processes
+
+    def total(self, parts: Tensor) -> Tensor:
+        """Sum float64 ``parts`` over the processes that hold the other columns: here none do."""
+        return parts
+
+    def lengths(self, vectors: Tensor) -> Tensor:
+        """Norms ``()`` or ``(b,)`` of vectors, float64."""
+        return ops.norm(vectors)
 
     # Certifying
 

@@ -73,7 +73,7 @@ def principal_angles(first: "Basis", second: "Basis") -> Tensor:
     for i, row_block in _outside(first, second):
         for j, other_block in _outside(first, second):
             if j <= i:
-                part = row_block.double() @ other_block.double().T
+                part = first.total(row_block.double() @ other_block.double().T)
                 outside[i : i + len(row_block), j : j + len(other_block)] = part
                 outside[j : j + len(other_block), i : i + len(row_block)] = part.T
     outside = whitened(second.factor, whitened(second.factor, outside).T)

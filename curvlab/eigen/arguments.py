@@ -60,15 +60,16 @@ def check_start(v0: Tensor | None, products: Products) -> Tensor | None:
         return None
     if not isinstance(v0, Tensor):
         raise TypeError(f"v0= is a tensor (n,) or (b, n); got {type(v0).__name__}")
-    if v0.ndim not in (1, 2) or v0.shape[-1] != products.n:
+    if v0.ndim not in (1, 2) or v0.shape[-1] != products.width:
         raise ValueError(
-            f"v0= is (n,) or (b, n) with n = {products.n}; got {tuple(v0.shape)}. Vectors are rows"
+            f"v0= is (n,) or (b, n) with n = {products.width}; got {tuple(v0.shape)}. Vectors are "
+            "rows"
         )
     if not v0.is_floating_point():
         raise TypeError(f"v0= is {v0.dtype}; it must be real floats")
     if v0.device != products.device:
         raise ValueError(f"v0= is on {v0.device}, the operator on {products.device}: move one")
-    rows = v0.detach().reshape(-1, products.n)
+    rows = v0.detach().reshape(-1, products.width)
     if not bool(torch.isfinite(rows).all()):
         raise ValueError("v0= holds NaN or infinity")
     return rows
@@ -120,7 +121,7 @@ def basis_rows(
     if memory is not None:
         rows = _affordable(products, memory) - reserve_rows(products, memory, certify)
         if rows < least:
-            size = products.n * torch.finfo(products.dtype).bits // 8
+            size = products.width * torch.finfo(products.dtype).bits // 8
             needed = (least + LEAST_RESERVE) * size
             raise ValueError(
                 f"memory= of {memory} bytes holds too few vectors of {size} bytes; k = {k} needs "
@@ -136,4 +137,4 @@ def basis_rows(
 
 
 def _affordable(products: Products, memory: int) -> int:
-    return memory // (-(-products.n // 16) * 16 * torch.finfo(products.dtype).bits // 8)
+    return memory // (-(-products.width // 16) * 16 * torch.finfo(products.dtype).bits // 8)

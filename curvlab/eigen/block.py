@@ -73,7 +73,7 @@ def block_lanczos(
     check_patience(1e-3, None, checkpoint_every, None)
     start = check_start(v0, products)
     keeping = Keeping(None if checkpoint is None else Path(checkpoint), checkpoint_every, progress)
-    certificate = certify_operator(products, limit, seed, keeping.resumes)
+    certificate = certify_operator(products, limit, seed, keeping.resumes(products.space))
     certify = check_choice("multiplicity", multiplicity, Multiplicity) == "certify"
     options = Options(
         k=k,

@@ -7,8 +7,6 @@ that a file is not resumed with other options. The operator itself cannot be sto
 product after resuming is checked against the coefficients that were saved, as every product is.
 """
 
-import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,10 @@ from curvlab.eigen.hidden import Chain
 from curvlab.eigen.result import certificate_facts, certificate_from
 from curvlab.eigen.selection import Edge
 from curvlab.eigen.solver import Solver
+from curvlab.eigen.space import previous
 from curvlab.probe import Certificate
-from curvlab.storage import StorageError, load_tensors, save_tensors, write_atomically
+
+__all__ = ["previous", "read_checkpoint", "write_checkpoint"]
 
 KIND = "lanczos checkpoint"
 _NUMBERS = (
@@ -33,12 +33,6 @@ _NUMBERS = (
     "asymmetry_count",
     "lost",
 )
-
-
-def previous(path: str | Path) -> Path:
-    """Where the checkpoint before the last one is kept."""
-    path = Path(path)
-    return path.with_name(path.name + ".previous")
 
 
 def write_checkpoint(
@@ -55,14 +49,12 @@ def write_checkpoint(
         asked: What identifies the solve; compared on resuming.
         seconds: Time spent so far.
     """
-    path = Path(path)
     krylov = solver.krylov
     krylov.settle()
     size = krylov.size
-    tensors = {
-        "rows": krylov.rows[:size, : krylov.n],
+    rows = {"rows": krylov.rows[:size, : krylov.width], "aside": krylov.aside[:, : krylov.width]}
+    others = {
         "coupling": krylov.coupling[:size, : krylov.multiplied],
-        "aside": krylov.aside[:, : krylov.n],
         "aside coupling": krylov.aside_coupling,
     }
     facts = {
@@ -79,9 +71,7 @@ def write_checkpoint(
         "certificate": certificate_facts(certificate),
         "seconds": seconds,
     }
-    if path.exists():
-        write_atomically(previous(path), lambda temporary: _link(path, temporary))
-    save_tensors(path, KIND, tensors, facts)
+    krylov.space.save(Path(path), KIND, rows, others, facts)
 
 
 def read_checkpoint(
@@ -92,17 +82,7 @@ def read_checkpoint(
     Returns:
         The operator's certificate at the start, and the seconds spent before.
     """
-    path = Path(path)
-    try:
-        tensors, facts = load_tensors(path, KIND)
-    except StorageError as error:
-        kept = previous(path)
-        if kept.exists():
-            raise StorageError(
-                f"{error}. The checkpoint before it is in {kept}: move it to {path} to resume from "
-                "there, or delete both to start again"
-            ) from error
-        raise StorageError(f"{error}. Delete it to start again") from error
+    tensors, facts = solver.krylov.space.load(Path(path), KIND)
     differing = [name for name in asked if facts["asked"].get(name) != asked[name]]
     if differing:
         details = "; ".join(
@@ -121,10 +101,10 @@ def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) 
     for name, value in facts["krylov"].items():
         setattr(krylov, name, value)
     size = krylov.size
-    krylov.rows[:size, : krylov.n] = tensors["rows"].to(krylov.rows.device)
+    krylov.rows[:size, : krylov.width] = tensors["rows"].to(krylov.rows.device)
     krylov.coupling[:size, : krylov.multiplied] = tensors["coupling"]
     krylov.aside = krylov.rows.new_zeros(len(tensors["aside"]), krylov.rows.shape[1])
-    krylov.aside[:, : krylov.n] = tensors["aside"].to(krylov.rows.device)
+    krylov.aside[:, : krylov.width] = tensors["aside"].to(krylov.rows.device)
     krylov.aside_coupling = tensors["aside coupling"]
     solver.products.count = facts["products"]
     solver.draws = facts["draws"]
@@ -138,11 +118,3 @@ def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) 
         chain["edges"] = [Edge(**edge) for edge in chain["edges"]]
         chain["known"] = [[(value, room) for value, room in side] for side in chain["known"]]
         solver.chain = Chain(**chain)
-
-
-def _link(source: Path, target: str) -> None:
-    Path(target).unlink()
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)

@@ -24,6 +24,8 @@ def dense_is_cheaper(products: Products, k: int) -> bool:
     A search needs two or three products per pair and a few dozen more. A matrix that is already
     there needs none at all, only the decomposition, cheap up to a few hundred rows.
     """
+    if products.space.shared:
+        return False
     if isinstance(products.operator, Dense):
         return products.n <= max(256, 6 * k)
     return products.n <= 2 * k + 24

@@ -20,6 +20,7 @@ from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import Eigenpairs
 from curvlab.eigen.source import Source, as_operator
+from curvlab.eigen.space import Space
 from curvlab.probe import OperatorError
 
 FIRST = 16  # pairs of the first attempt
@@ -83,7 +84,8 @@ def spectral_energy(
     products = Products(as_operator(operator), None)
     products.probe(None, seed)
     n = products.n
-    if dense or (dense is None and n <= 2 * FIRST + 2 * probes):
+    small = n <= 2 * FIRST + 2 * probes and not products.space.shared
+    if dense or (dense is None and small):
         pairs = lanczos(operator, n, tol=tol, seed=seed, dense=True, progress=False)
         tail = torch.zeros(2, n + 1, dtype=torch.float64)
         return _selected(pairs, tail, epsilon, exact=True, products=products.count)
@@ -93,7 +95,7 @@ def spectral_energy(
         pairs = lanczos(operator, k, tol=tol, seed=seed, dense=False, progress=progress)
         pairs.require_converged()
         products.count += pairs.matvecs
-        tails = _tails(pairs, vectors, images)
+        tails = _tails(products.space, pairs, vectors, images)
         tail, high = tails.mean(0), tails.mean(0) + 2 * _errors(tails, pairs.values)
         enough = _needed(pairs.values, tail, epsilon) is not None
         # until the number is settled at the upper end of the error bar too
@@ -109,22 +111,22 @@ def spectral_energy(
 
 
 def _draw(products: Products, probes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Random signs ``(probes, n)`` and their images."""
+    """Random signs ``(probes, width)`` and their images."""
     generator = torch.Generator().manual_seed(seed + 1)
-    signs = 2 * torch.randint(2, (probes, products.n), generator=generator) - 1
+    signs = products.space.signs(generator, probes)
     vectors = signs.to(products.dtype).to(products.device)
     images = torch.zeros_like(vectors)
     products.into(vectors, images)
-    if not bool(torch.isfinite(images).all()):
+    if not bool(torch.isfinite(products.space.norm(images)).all()):
         raise OperatorError("the operator returned NaN or infinity")
     return vectors, images
 
 
-def _tails(pairs: Eigenpairs, vectors: Tensor, images: Tensor) -> Tensor:
+def _tails(space: Space, pairs: Eigenpairs, vectors: Tensor, images: Tensor) -> Tensor:
     """Each probe's estimate of the energy outside the first j pairs, ``(probes, k + 1)``."""
     rows, _ = ops.quantise(pairs.vectors.to(vectors.dtype), vectors.dtype)
-    inside = ops.coefficients(rows, images)  # (probes, k): value * coefficient, to the residual
-    total = ops.norm(images) ** 2
+    inside = space.coefficients(rows, images)  # (probes, k): value * coefficient, to the residual
+    total = space.norm(images) ** 2
     falling = torch.cat([torch.zeros_like(inside[:, :1]), (inside**2).cumsum(1)], dim=1)
     return (total[:, None] - falling).clamp_min(0.0).cpu()
 

@@ -9,12 +9,11 @@ where ``explicit`` is asked for, the residual is computed from a product with th
 from collections.abc import Callable
 
 import torch
-from curvlab_kernels import ops
 from torch import Tensor
 
 from curvlab.eigen.krylov import mix_rows
 from curvlab.eigen.products import orthogonality
-from curvlab.eigen.result import Eigenpairs, canonical_signs_, tolerances
+from curvlab.eigen.result import Eigenpairs, tolerances
 from curvlab.eigen.solver import Ritz, Solver
 from curvlab.probe import Certificate, OperatorError
 
@@ -42,7 +41,7 @@ def eigenpairs(
     values = ritz.values[:k]
     padded = torch.zeros(k, krylov.rows.shape[1], dtype=products.dtype, device=products.device)
     mix_rows(krylov.rows[: krylov.multiplied], ritz.mixing[:, :k], padded)
-    vectors = padded[:, : krylov.n].contiguous()
+    vectors = padded[:, : krylov.width].contiguous()
     residuals = ritz.residuals[:k] + solver.loss
     asked = tolerances(values, options.tol, options.relative_to, krylov.norm)
     if not interrupted:
@@ -58,14 +57,14 @@ def eigenpairs(
     reason = _reason(solver, converged, zero, residuals)
     settled = "converged" in solver.reason and bool(converged.all())
     device = products.device
-    return Eigenpairs(
+    return products.space.result(
         values=values.to(device),
-        vectors=canonical_signs_(vectors),
+        vectors=products.space.canonical_signs_(vectors),
         residuals=residuals.to(device),
         converged=converged.to(device),
         complete=settled and solver.doubt <= options.doubt,
         doubt=solver.doubt if settled else 1.0,
-        orthogonality=orthogonality(padded),
+        orthogonality=orthogonality(padded, products.space),
         norm=krylov.norm,
         floor=solver.floor,
         asymmetry=krylov.noise / krylov.norm if krylov.norm > 0 else 0.0,
@@ -99,7 +98,7 @@ def _true_residual(solver: Solver, vector: Tensor, value: float) -> float:
     products = solver.products
     image = torch.zeros_like(vector)
     products.into(vector, image)
-    length = float(ops.norm(image.double() - value * vector.double()))
+    length = float(products.space.norm(image.double() - value * vector.double()))
     if not length < float("inf"):
         raise OperatorError("the operator returned NaN or infinity when a result was checked")
     return length
@@ -114,15 +113,15 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     products, krylov = solver.products, solver.krylov
     generator = torch.Generator().manual_seed(solver.options.seed + 7)
     weights = ritz.mixing[:, :k] @ torch.randn(k, generator=generator, dtype=torch.float64)
-    mixture = torch.zeros(1, krylov.n, dtype=products.dtype, device=products.device)
-    expected = torch.zeros(1, krylov.n, dtype=torch.float64, device=products.device)
+    mixture = torch.zeros(1, krylov.width, dtype=products.dtype, device=products.device)
+    expected = torch.zeros(1, krylov.width, dtype=torch.float64, device=products.device)
     m, size = krylov.multiplied, krylov.size
     said = krylov.coupling[:size, :m] @ weights[:, None]
-    mix_rows(krylov.rows[:m, : krylov.n], weights[:, None], mixture)
-    mix_rows(krylov.rows[:size, : krylov.n], said, expected)
+    mix_rows(krylov.rows[:m, : krylov.width], weights[:, None], mixture)
+    mix_rows(krylov.rows[:size, : krylov.width], said, expected)
     image = torch.zeros_like(mixture[0])
     products.into(mixture[0], image)
-    difference = float(ops.norm(image.double() - expected[0]))
+    difference = float(products.space.norm(image.double() - expected[0]))
     length = float(weights.norm())
     if not difference <= solver.options.limit * krylov.norm * length:
         raise OperatorError(

@@ -22,6 +22,7 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
+from curvlab.eigen.space import Space
 from curvlab.probe import OperatorError
 
 CHUNK = 65536  # columns mixed at a time in float64 when the basis is compressed
@@ -31,20 +32,22 @@ class Krylov:
     """The decomposition ``A V = V H + R C``; see the file's header.
 
     Attributes:
-        rows: Storage ``(capacity, padded n)``; rows ``0..m`` are ``V``, rows ``m..m+f`` are ``R``.
+        width: Elements of a vector that are held here; see :mod:`curvlab.eigen.space`.
+        rows: Storage ``(capacity, padded width)``; rows ``0..m`` are ``V``, then ``f`` rows ``R``.
         coupling: ``(capacity, capacity)``, float64, CPU: column ``j < m`` holds the coefficients of
             ``A v_j`` on all rows, that is ``H`` above ``C``.
-        aside: ``S``, shape ``(d, padded n)``.
+        aside: ``S``, shape ``(d, padded width)``.
         aside_coupling: ``D``, shape ``(d, capacity)``, float64, CPU.
         norm: Largest ``||A v||`` seen for a unit ``v``: a lower bound of ``||A||``.
     """
 
     def __init__(
-        self, n: int, capacity: int, *, dtype: torch.dtype, device: torch.device, eps: float
+        self, space: Space, capacity: int, *, dtype: torch.dtype, device: torch.device, eps: float
     ) -> None:
-        self.n = n
+        self.space = space
+        self.width = space.width
         self.eps = eps
-        self.rows = torch.zeros(capacity, ops.padded(n), dtype=dtype, device=device)
+        self.rows = torch.zeros(capacity, ops.padded(self.width), dtype=dtype, device=device)
         self.coupling = torch.zeros(capacity, capacity, dtype=torch.float64)
         self.aside = self.rows[:0].clone()
         self.aside_coupling = torch.zeros(0, capacity, dtype=torch.float64)
@@ -86,21 +89,21 @@ class Krylov:
             return 0.0
         rounding = 8.0 * float(torch.finfo(self.rows.dtype).eps) * self.norm
         excess = self.asymmetry_squares / self.asymmetry_count - rounding**2
-        return math.sqrt(max(0.0, excess) * self.n / 2.0)
+        return math.sqrt(max(0.0, excess) * self.space.n / 2.0)
 
     def row(self, index: int) -> Tensor:
-        """Row ``index`` without its padding, ``(n,)``."""
-        return self.rows[index, : self.n]
+        """Row ``index`` without its padding, ``(width,)``."""
+        return self.rows[index, : self.width]
 
     def add(self, vector: Tensor) -> bool:
-        """Orthonormalise ``vector`` ``(n,)`` against all rows into a new frontier row.
+        """Orthonormalise ``vector`` ``(width,)`` against all rows into a new frontier row.
 
         Returns:
             Whether there was anything left of it.
         """
         target = self.row(self.size)
         target.copy_(vector)
-        _, length = ops.orthonormalise_(self.rows[: self.size], target)
+        _, length = self.space.orthonormalise_(self.rows[: self.size], target)
         if not bool(torch.isfinite(length)):
             target.zero_()
             raise ValueError("a start vector holds NaN or infinity")
@@ -132,26 +135,26 @@ class Krylov:
         held, target = self.rows[: self.size], self.row(self.size)
         if self.chained and self.frontier == 1 and not self._pending:
             beta = float(self.coupling[self.multiplied, self.multiplied - 1])
-            _, length, coefficients = ops.lanczos_step_(held, target, beta)
+            _, length, coefficients = self.space.lanczos_step_(held, target, beta)
         else:
-            coefficients, length = ops.orthonormalise_(held, target)
+            coefficients, length = self.space.orthonormalise_(held, target)
         self._pending.append((self.multiplied, torch.cat([coefficients, length.reshape(1)])))
         self.multiplied += 1
         self.chained = self.frontier == 1
 
     def expand_block(self, products: Tensor) -> None:
-        """The same for ``products`` ``(b, n)`` of the first ``b`` frontier rows, all at once."""
+        """The same for ``products`` ``(b, width)`` of the first ``b`` frontier rows at once."""
         b, size = products.shape[0], self.size
-        block = self.rows[size : size + b, : self.n]
+        block = self.rows[size : size + b, : self.width]
         block.copy_(products)
-        if not bool(torch.isfinite(ops.norm(products)).all()):
+        if not bool(torch.isfinite(self.space.norm(products)).all()):
             raise OperatorError(_NOT_FINITE)
         new = products.clone()
-        kept = ops.orthonormalise_block_(self.rows[:size], new)
+        kept = self.space.orthonormalise_block_(self.rows[:size], new)
         count = int(kept.sum())
         block[:count].copy_(new[kept])
         block[count:].zero_()
-        columns = ops.coefficients(self.rows[: size + count], products).cpu()
+        columns = self.space.coefficients(self.rows[: size + count], products).cpu()
         for j, column in enumerate(columns):
             self._record(self.multiplied + j, column, size + count)
         self.multiplied += b
@@ -220,8 +223,8 @@ class Krylov:
         self.coupling[first:, :first] = 0.0
         for held, remainder in zip(self.aside, self.aside_coupling, strict=True):
             target = self.row(self.size)
-            target.copy_(held[: self.n])
-            overlap, length = ops.orthonormalise_(self.rows[: self.size], target)
+            target.copy_(held[: self.width])
+            overlap, length = self.space.orthonormalise_(self.rows[: self.size], target)
             column = torch.cat([overlap, length.reshape(1)]).cpu()
             kept = self.size + (1 if float(column[-1]) > 0.0 else 0)
             self.coupling[first:kept, :first] += torch.outer(column[first:kept], remainder[:first])

@@ -188,7 +188,7 @@ def _result(
         converged=converged.to(device),
         complete=False,
         doubt=1.0,
-        orthogonality=orthogonality(padded),
+        orthogonality=orthogonality(padded, products.space),
         norm=norm,
         floor=floor,
         asymmetry=0.0,

@@ -11,6 +11,7 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
+from curvlab.eigen.space import Space, space_of
 from curvlab.operators import Dense, Operator
 from curvlab.probe import Certificate, LinearOperator, OperatorError, probe
 
@@ -29,12 +30,13 @@ class Deflation(Protocol):
 
 
 class DeflatedRows:
-    """Orthonormal rows ``(q, n)`` given as a tensor, stored padded."""
+    """Orthonormal rows ``(q, width)`` given as a tensor, stored padded."""
 
-    def __init__(self, rows: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, rows: Tensor, dtype: torch.dtype, space: Space) -> None:
         self.size, self.n = rows.shape
+        self.space = space
         self.rows, _ = ops.quantise(rows.to(dtype), dtype)
-        error = orthogonality(self.rows)
+        error = orthogonality(self.rows, space)
         if not error <= ORTHONORMAL[dtype]:
             raise ValueError(
                 f"deflate= needs orthonormal rows; |Q Q' - I| reaches {error:.1e}. Orthonormalise "
@@ -42,12 +44,12 @@ class DeflatedRows:
             )
 
     def project_out_(self, vectors: Tensor, /) -> object:
-        return ops.project_(self.rows, vectors)
+        return self.space.project_(self.rows, vectors)
 
 
-def orthogonality(rows: Tensor) -> float:
+def orthogonality(rows: Tensor, space: Space) -> float:
     """Largest element of ``|V V' - I|`` for padded rows ``(m, ld)``, float32 or float64."""
-    gram = ops.coefficients(rows, rows)
+    gram = space.coefficients(rows, rows)
     return float((gram - torch.eye(*gram.shape).to(gram)).abs().max()) if len(rows) else 0.0
 
 
@@ -58,11 +60,13 @@ class Products:
         count: Products with ``A`` so far; a block of ``b`` counts ``b``.
         error: Relative error of a product, as the probe measured it.
         dtype: Of the working vectors: float64 for a float64 operator, else float32.
+        space: Where they live; ``width`` of their ``n`` elements are held here.
     """
 
     def __init__(self, operator: LinearOperator, deflate: Deflation | Tensor | None) -> None:
         self.operator = operator
-        self.n = operator.n
+        self.space = space_of(operator)
+        self.n, self.width = self.space.n, self.space.width
         self.device = torch.device(operator.device)
         self.dtype = torch.float64 if operator.dtype == torch.float64 else torch.float32
         self.eps = float(torch.finfo(operator.dtype).eps)
@@ -99,7 +103,7 @@ class Products:
         return known if isinstance(known, Certificate) else None
 
     def into(self, vectors: Tensor, targets: Tensor) -> None:
-        """``targets = P A vectors``; both ``(n,)`` or ``(b, n)``, vectors already in P's range."""
+        """``targets = P A vectors``; both ``(width,)`` or ``(b, width)``, already in P's range."""
         given = vectors.to(self.operator.dtype, copy=True)
         result = self.operator @ given
         self.count += 1 if vectors.ndim == 1 else vectors.shape[0]
@@ -108,7 +112,7 @@ class Products:
         self.project_out_(targets)
 
     def project_out_(self, vectors: Tensor) -> None:
-        """Remove the deflated directions from ``(n,)`` or ``(b, n)`` in place."""
+        """Remove the deflated directions from ``(width,)`` or ``(b, width)``, in place."""
         if self.deflation is not None:
             self.deflation.project_out_(vectors)
 
@@ -132,9 +136,9 @@ def _deflation(deflate: Deflation | Tensor | None, products: Products) -> Deflat
     if deflate is None:
         return None
     if isinstance(deflate, Tensor):
-        if deflate.ndim != 2 or deflate.shape[1] != products.n:
+        if deflate.ndim != 2 or deflate.shape[1] != products.width:
             raise ValueError(
-                f"deflate= takes orthonormal rows (q, {products.n}); got {tuple(deflate.shape)}"
+                f"deflate= takes orthonormal rows (q, {products.width}); got {tuple(deflate.shape)}"
             )
         if not deflate.is_floating_point():
             raise TypeError(f"deflate= rows are {deflate.dtype}; they must be real floats")
@@ -142,14 +146,14 @@ def _deflation(deflate: Deflation | Tensor | None, products: Products) -> Deflat
             raise ValueError(
                 f"deflate= is on {deflate.device}, the operator on {products.device}: move one"
             )
-        deflate = DeflatedRows(deflate.detach(), products.dtype)
+        deflate = DeflatedRows(deflate.detach(), products.dtype, products.space)
     if not isinstance(deflate, Deflation):
         raise TypeError(
             "deflate= takes a curvlab Basis or a tensor of orthonormal rows; got "
             f"{type(deflate).__name__}"
         )
-    if deflate.n != products.n:
+    if deflate.n != products.width:
         raise ValueError(
-            f"deflate= holds vectors of {deflate.n} elements; the operator has {products.n}"
+            f"deflate= holds vectors of {deflate.n} elements; the operator has {products.width}"
         )
     return None if deflate.size == 0 else deflate

@@ -1,13 +1,11 @@
 """One solve from its first product to its result: checkpoints, progress, Ctrl-C."""
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from curvlab.eigen.checkpoint import read_checkpoint, write_checkpoint
@@ -17,6 +15,7 @@ from curvlab.eigen.products import DeflatedRows, Products
 from curvlab.eigen.progress import Progress
 from curvlab.eigen.result import Eigenpairs
 from curvlab.eigen.solver import Solver
+from curvlab.eigen.space import Space
 from curvlab.probe import Certificate
 
 
@@ -28,9 +27,9 @@ class Keeping:
     every: int = 50
     progress: bool | None = None
 
-    @property
-    def resumes(self) -> bool:
-        return self.checkpoint is not None and self.checkpoint.exists()
+    def resumes(self, space: Space) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return self.checkpoint is not None and space.exists(self.checkpoint)
 
 
 def run(
@@ -52,7 +51,7 @@ def run(
     began = time.perf_counter()
     solver = Solver(products, options)
     asked = _identity(products, options, start) if keeping.checkpoint is not None else {}
-    if keeping.resumes and keeping.checkpoint is not None:
+    if keeping.checkpoint is not None and keeping.resumes(products.space):
         certificate, spent = read_checkpoint(keeping.checkpoint, solver, asked=asked)
         began -= spent
         if certificate is not None:
@@ -78,7 +77,8 @@ def run(
 
 
 def _iterate(solver: Solver, keeping: Keeping, save: Callable[[], None], method: str) -> None:
-    line = Progress(method, keeping.progress)
+    space = solver.products.space
+    line = Progress(method, keeping.progress if space.leads else False)
     saved = solver.products.count
     try:
         while not solver.finished:
@@ -88,6 +88,8 @@ def _iterate(solver: Solver, keeping: Keeping, save: Callable[[], None], method:
             solver.step()
             line.update(solver.products.count, solver.found, solver.options.k, solver.stage)
     except KeyboardInterrupt:
+        if space.shared:  # other ranks may be a product further: what they all saved is what counts
+            raise
         # Between the product and its bookkeeping nothing is half done: rows count only afterwards.
         solver.krylov.settle()
         save()
@@ -105,13 +107,6 @@ def _identity(products: Products, options: Options, start: Tensor | None) -> dic
         "n": products.n,
         "dtype": str(products.operator.dtype),
         "deflated": 0 if deflation is None else deflation.size,
-        "deflated digest": _digest(rows),
-        "start digest": _digest(start),
+        "deflated digest": products.space.digest(rows),
+        "start digest": products.space.digest(start),
     }
-
-
-def _digest(tensor: Tensor | None) -> str:
-    if tensor is None:
-        return ""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().data).hexdigest()

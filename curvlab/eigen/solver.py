@@ -38,7 +38,7 @@ class Solver:
         self.products = products
         self.options = options
         self.krylov = Krylov(
-            products.n,
+            products.space,
             options.basis + options.reserve,
             dtype=products.dtype,
             device=products.device,
@@ -79,7 +79,7 @@ class Solver:
         return 2.0 * self.loss + 16.0 * self.products.eps * self.krylov.norm
 
     def start(self, vectors: Tensor | None) -> None:
-        """Begin from given rows ``(b, n)``, or from random ones."""
+        """Begin from given rows ``(b, width)``, or from random ones."""
         if vectors is not None:
             for vector in vectors:
                 self.queued += self._add(vector.to(self.products.dtype))
@@ -150,12 +150,12 @@ class Solver:
     def _expand_block(self) -> None:
         krylov = self.krylov
         b = min(self.options.block, krylov.frontier)
-        rows = krylov.rows[krylov.multiplied : krylov.multiplied + b, : krylov.n]
+        rows = krylov.rows[krylov.multiplied : krylov.multiplied + b, : krylov.width]
         results = torch.zeros_like(rows)
         self.products.into(rows, results)
         krylov.expand_block(results)
         if self.products.deflation is not None and krylov.frontier:
-            last = krylov.rows[krylov.size - krylov.frontier : krylov.size, : krylov.n]
+            last = krylov.rows[krylov.size - krylov.frontier : krylov.size, : krylov.width]
             self.products.project_out_(last)
 
     def _due(self) -> bool:
@@ -334,6 +334,4 @@ class Solver:
             return False
         generator = torch.Generator().manual_seed((self.options.seed + 1) * 1_000_003 + self.draws)
         self.draws += 1
-        return self._add(
-            torch.randn(self.products.n, generator=generator, dtype=self.products.dtype)
-        )
+        return self._add(self.products.space.normal(generator, self.products.dtype))

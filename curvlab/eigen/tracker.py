@@ -46,6 +46,8 @@ class SpectrumTracker:
         """
         start = None if self.pairs is None else self.pairs.vectors.sum(0)
         pairs = lanczos(operator, self.k, which=self.which, tol=self.tol, v0=start, **options)  # type: ignore[arg-type]
+        if pairs.vectors.shape[1] != pairs.n:
+            raise ValueError("SpectrumTracker compares whole vectors; these are in shards")
         if self.pairs is not None:
             cosines = self.pairs.vectors.double() @ pairs.vectors.double().T
             self.overlaps.append(float((cosines**2).sum()) / self.k)

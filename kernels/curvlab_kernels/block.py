@@ -21,7 +21,11 @@ from curvlab_kernels.formats import CHUNK
 
 
 def orthonormalise_with_(
-    project: Callable[[Tensor], object], block: Tensor, m: int, least: float = 0.0
+    project: Callable[[Tensor], object],
+    block: Tensor,
+    m: int,
+    least: float = 0.0,
+    total: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Make ``block`` ``(b, n)`` orthonormal, and orthogonal to what ``project`` removes, in place.
 
@@ -37,27 +41,36 @@ def orthonormalise_with_(
         project: Projects a block ``(b, n)`` in place; called two or three times.
         m: How many vectors ``project`` removes.
         least: A larger tolerance of the rank rule, for rows that are stored rounded.
+        total: Sums float64 tensors over the processes that hold the other columns of the block;
+            ``None`` if the columns are all here.
 
     Returns:
         Which vectors were kept: bool ``(b,)``.
     """
     tolerance = max(rank_tolerance(block.dtype, m + block.shape[0]), least)
-    scale_(block, require_finite(norm(block)))
+
+    def lengths() -> Tensor:
+        return norm(block) if total is None else total(norm(block).square()).sqrt()
+
+    def inner() -> Tensor:
+        return gram(block) if total is None else total(gram(block))
+
+    scale_(block, require_finite(lengths()))
     project(block)
-    remaining = norm(block)  # relative to the norm before
+    remaining = lengths()  # relative to the norm before
     scale_(block, torch.where(remaining > tolerance, remaining, 0.0))
     kept = (remaining > tolerance).nonzero().flatten()
-    products = gram(block)[kept][:, kept]
+    products = inner()[kept][:, kept]
     lower = shift_if_needed(products)
     if lower is not None:
         _mix_(block, inverse(lower), kept, kept)
-        products = gram(block)[kept][:, kept]
+        products = inner()[kept][:, kept]
     mixing, independent = ordered_mixing(products, lower, remaining[kept], tolerance)
     kept, sources = kept[independent], kept
     _mix_(block, mixing, kept, sources)
     for _ in range(2):
         project(block)
-        products = gram(block)[kept][:, kept]
+        products = inner()[kept][:, kept]
         _mix_(block, inverse(torch.linalg.cholesky(products)), kept, kept)
         if not needs_another_pass(products):
             break
