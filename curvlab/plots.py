@@ -1,0 +1,300 @@
+"""Pictures of results, readable as they are: ``write(scree(pairs), "scree.png", "scree.svg")``.
+
+Each function takes a result and returns a ``matplotlib.figure.Figure``; matplotlib (the extra
+``plot``) is loaded when one is called, without pyplot and without choosing a back end. Colours are
+Okabe and Ito's, which colour-blind readers can tell apart, and never the only difference: markers
+and line styles differ too.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlab.basis import Basis
+from curvlab.eigen import Density, Eigenpairs
+from curvlab.metrics import Perturbation
+from curvlab.storage import write_atomically
+from curvlab.training import Run
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+MARKERS = "osD^vP*X"
+LINES = ("-", "--", "-.", ":")
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def scree(results: Eigenpairs | Sequence[Eigenpairs], labels: Sequence[str] = ()) -> Any:
+    """Eigenvalues in order with bars of their residuals; a pair that has not converged is hollow.
+
+    Args:
+        results: One result, or several to compare.
+        labels: Their names.
+    """
+    several = [results] if isinstance(results, Eigenpairs) else list(results)
+    _require(several, "scree needs at least one Eigenpairs with a pair in it", len)
+    figure, axes = _axes()
+    for index, pairs in enumerate(several):
+        values, bars = pairs.values.tolist(), pairs.residuals.tolist()
+        positions = list(range(1, len(pairs) + 1))
+        colour, marker = COLOURS[index % 8], MARKERS[index % 8]
+        axes.errorbar(
+            positions, values, yerr=bars, fmt="none", ecolor=colour, capsize=4, elinewidth=1.2
+        )
+        good = pairs.converged.tolist()
+        axes.scatter(
+            positions,
+            values,
+            marker=marker,
+            s=34,
+            facecolors=[colour if fine else "white" for fine in good],
+            edgecolors=colour,
+            label=_named(labels, index),
+            zorder=3,
+        )
+        if not all(good):
+            axes.scatter(
+                [], [], marker=marker, facecolors="white", edgecolors=colour, label="not converged"
+            )
+    everything = [v for pairs in several for v in pairs.values.tolist()]
+    _scale(axes, everything)
+    first = several[0]
+    axes.set(xlabel="position", ylabel="eigenvalue")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_title(
+        f"{len(first)} of {first.n:,} eigenvalues; bars are residuals (tolerance {first.tol:g})"
+    )
+    _legend(axes)
+    return figure
+
+
+def density(result: Density, *, width: float | None = None) -> Any:
+    """The spectral density on a logarithmic scale, with the share of each random vector's nodes.
+
+    Args:
+        result: From :func:`curvlab.spectral_density`.
+        width: Of the smoothing; see :meth:`curvlab.Density.curve`.
+    """
+    figure, axes = _axes()
+    x, y = result.curve(800, width=width)
+    least = 0.1 / (result.n * max(float(x[1] - x[0]), 1e-300) * 50)  # a tenth of one eigenvalue
+    axes.semilogy(x.tolist(), y.clamp_min(least).tolist(), color=COLOURS[0], lw=1.6)
+    axes.fill_between(x.tolist(), least, y.clamp_min(least).tolist(), color=COLOURS[0], alpha=0.15)
+    nodes = result.nodes[result.weights > 0.0].flatten().tolist()
+    axes.plot(
+        nodes,
+        [0.02] * len(nodes),
+        "|",
+        color=COLOURS[1],
+        ms=10,
+        alpha=0.7,
+        transform=axes.get_xaxis_transform(),
+        label=f"Ritz values of {len(result.nodes)} random vectors",
+    )
+    axes.set(xlabel="eigenvalue", ylabel="density", ylim=(least, None))
+    axes.set_title(f"spectral density of n = {result.n:,}, {result.products} products")
+    _legend(axes)
+    return figure
+
+
+def overlap(matrix: Tensor, rows: str = "first", columns: str = "second") -> Any:
+    """A heat map of squared cosines ``(k1, k2)``, as from :func:`squared_cosines`."""
+    if matrix.dim() != 2 or not matrix.numel():
+        raise ValueError(f"overlap needs a matrix (k1, k2); got {tuple(matrix.shape)}")
+    figure, axes = _axes(5.6, 4.8)
+    picture = axes.imshow(matrix.double().tolist(), cmap="cividis", vmin=0.0, vmax=1.0)
+    figure.colorbar(picture, ax=axes, label="squared cosine")
+    axes.set(xlabel=f"eigenvector of {columns}", ylabel=f"eigenvector of {rows}")
+    shared = float(matrix.sum()) / min(matrix.shape)
+    axes.set_title(f"overlap of the spans: {shared:.3f} (1 is the same)")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    _numbers(axes, matrix)
+    return figure
+
+
+def squared_cosines(first: Any, second: Any) -> Tensor:
+    """Squared cosines ``(k1, k2)`` between the vectors of two results, float64.
+
+    Args:
+        first: A ``Basis``, ``Eigenpairs`` or rows ``(k, n)``; and so is ``second``.
+    """
+    rows = [_rows(thing) for thing in (first, second)]
+    if rows[0].shape[1] != rows[1].shape[1]:
+        raise ValueError(
+            f"vectors of {rows[0].shape[1]} and of {rows[1].shape[1]} elements have no angle: they "
+            "belong to different models or selections"
+        )
+    unit = [r / torch.linalg.vector_norm(r, dim=1, keepdim=True).clamp_min(1e-300) for r in rows]
+    cosines: Tensor = unit[0] @ unit[1].T
+    return cosines.square()
+
+
+def forgetting(runs: Run | Sequence[Run], what: str = "test_accuracy") -> Any:
+    """The matrix of a stream: on task ``o`` after learning task ``t``, the mean over seeds.
+
+    Args:
+        runs: One run, or one per seed.
+        what: ``"test_accuracy"``, ``"train_accuracy"``, ``"test_loss"`` or ``"train_loss"``.
+    """
+    several = [runs] if isinstance(runs, Run) else list(runs)
+    _require(several, "forgetting needs at least one Run", lambda run: len(run.tasks))
+    if what not in ("test_accuracy", "train_accuracy", "test_loss", "train_loss"):
+        raise ValueError(f"what= names a matrix of a Run, such as 'test_accuracy'; got {what!r}")
+    matrix = torch.stack([getattr(run, what) for run in several]).mean(0)
+    names = several[0].tasks
+    figure, axes = _axes(1.2 + 0.85 * len(names) + 2.0, 1.4 + 0.7 * len(names) + 0.6)
+    accuracy = what.endswith("accuracy")
+    picture = axes.imshow(matrix.tolist(), cmap="cividis", vmin=0.0, vmax=1.0 if accuracy else None)
+    figure.colorbar(picture, ax=axes, label=what.replace("_", " "))
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="on task", ylabel="after learning")
+    axes.set_title(f"{what.replace('_', ' ')}, {len(several)} seed{'s'[: len(several) > 1]}")
+    _numbers(axes, matrix)
+    return figure
+
+
+def perturbation(result: Perturbation, labels: Sequence[str] = ()) -> Any:
+    """The perturbation score s(r) of each direction against the radius."""
+    figure, axes = _axes()
+    score = result.score()
+    for index, curve in enumerate(score):
+        axes.loglog(
+            result.radii.tolist(),
+            curve.clamp_min(1e-12).tolist(),
+            LINES[index % 4],
+            color=COLOURS[index % 8],
+            marker=MARKERS[index % 8],
+            ms=3.5,
+            lw=1.3,
+            label=_named(labels, index) or f"direction {index + 1}",
+        )
+    axes.axhline(1.0, color="0.5", lw=1.0)
+    axes.annotate(
+        "a random direction", (0.99, 1.0), xycoords=axes.get_yaxis_transform(), ha="right",
+        va="bottom", fontsize=8, color="0.35",
+    )  # fmt: skip
+    axes.set(xlabel="distance r", ylabel="score s(r)")
+    axes.set_title(
+        f"loss change along directions, relative to random ones (loss {result.loss:.3g})"
+    )
+    _legend(axes)
+    return figure
+
+
+def roofline(
+    points: Sequence[tuple[str, float, float]], *, bandwidth: float, peak: float, title: str = ""
+) -> Any:
+    """What was reached of what the machine gives.
+
+    Args:
+        points: ``(name, flop per byte, flop per second)``.
+        bandwidth: Bytes per second: the slanted part of the roof.
+        peak: Flop per second: the flat part.
+        title: Machine and date, for the reader.
+    """
+    _require(list(points), "roofline needs at least one point", lambda point: point[1] > 0.0)
+    figure, axes = _axes()
+    ridge = peak / bandwidth
+    low = 0.4 * min([ridge, *(intensity for _, intensity, _ in points)])
+    high = 2.5 * max([ridge, *(intensity for _, intensity, _ in points)])
+    roof = [low * bandwidth, peak, peak]
+    axes.loglog([low, ridge, high], [y / 1e9 for y in roof], color="black", lw=1.6)
+    axes.annotate(f"{bandwidth / 1e9:.0f} GB/s", (low * 1.1, low * 2.6 * bandwidth / 1e9))
+    axes.annotate(f"{peak / 1e9:.0f} Gflop/s", (high, peak * 1.08 / 1e9), ha="right")
+    for index, (name, intensity, speed) in enumerate(points):
+        axes.scatter(
+            intensity,
+            speed / 1e9,
+            color=COLOURS[index % 8],
+            marker=MARKERS[(index // 8 + index) % 8],
+            s=48,
+            edgecolors="black",
+            linewidths=0.5,
+            label=name,
+            zorder=3,
+        )
+    axes.set(xlabel="flop per byte moved", ylabel="Gflop/s")
+    axes.set_ylim(top=3 * peak / 1e9)
+    axes.set_title(title or "reached, against the machine")
+    _legend(axes, loc="lower right")
+    return figure
+
+
+def write(figure: Any, *paths: str | Path) -> list[Path]:
+    """Write ``figure`` to each of ``paths``: PNG, SVG or PDF by the suffix, all or nothing."""
+    targets = [Path(path) for path in paths]
+    for path in targets:
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"a picture ends in {', '.join(SUFFIXES)}; got {path.name!r}")
+    for path in targets:
+        kind = path.suffix[1:]
+        write_atomically(path, lambda name, k=kind: figure.savefig(name, format=k, dpi=160))  # type: ignore[misc]
+    return targets
+
+
+def _axes(width: float = 7.0, height: float = 4.4) -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("pictures need matplotlib: pip install 'curvlab[plot]'") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(visible=True, alpha=0.25, lw=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _numbers(axes: Any, matrix: Tensor, most: int = 12) -> None:
+    """Entries as text, where there is room for them; the grid is in their way."""
+    axes.grid(visible=False)
+    if max(matrix.shape) > most:
+        return
+    low, high = axes.images[0].get_clim()
+    for i, row in enumerate(matrix.tolist()):
+        for j, value in enumerate(row):
+            if not math.isnan(value):
+                dark = (value - low) / max(high - low, 1e-300) < 0.55
+                colour = "white" if dark else "black"
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
+
+
+def _scale(axes: Any, values: list[float]) -> None:
+    """A logarithm for positive values over more than a decade; it keeps signs where there are."""
+    sizes = [abs(value) for value in values if value]
+    if not sizes or max(sizes) < 10.0 * min(sizes):
+        return
+    if min(values) > 0.0:
+        axes.set_yscale("log")
+    else:
+        axes.set_yscale("symlog", linthresh=min(sizes))
+        axes.axhline(0.0, color="0.6", lw=0.8)
+
+
+def _rows(thing: Any) -> Tensor:
+    if isinstance(thing, Basis):
+        return thing.rows().double().cpu()
+    if isinstance(thing, Eigenpairs):
+        return thing.vectors.double().cpu()
+    if isinstance(thing, Tensor) and thing.dim() == 2:
+        return thing.double().cpu()
+    raise TypeError(f"overlap takes a Basis, Eigenpairs or rows (k, n); got {type(thing).__name__}")
+
+
+def _named(labels: Sequence[str], index: int) -> str | None:
+    return labels[index] if index < len(labels) else None
+
+
+def _legend(axes: Any, loc: str = "best") -> None:
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=8, frameon=False, loc=loc)
+
+
+def _require(things: Sequence[Any], message: str, fine: Any) -> None:
+    if not things or not all(fine(thing) for thing in things):
+        raise ValueError(message)
