@@ -1,15 +1,12 @@
 """Forgetting in two dimensions (fig:cartoon_forgetting and fig:cartoon_forgetting2).
 
 One MLP learns three tasks one after the other, then, from the same start, all three together. The
-picture shows its decision after each. ``python -m experiments.cartoon --out DIR``
+picture shows its decision after each.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +14,15 @@ from torch import Tensor
 from curvlab.learners import SGD
 from curvlab.nets import mlp
 from curvlab.parameters import load_parameter_vector
-from curvlab.tasks import Samples, Task, joined, toy_challenge
+from curvlab.tasks import joined, toy_challenge
 from curvlab.training import Schedule, learn
+from experiments.experiment import BySeed, Experiment
+from experiments.figures import panels, save
+from experiments.shelf import Shelf
+from experiments.tables import Claim, Metrics, Table, claim
+
+SPAN = 3.4  # the picture shows -3.4 .. 3.4 in both directions
+TOGETHER = "all together"
 
 
 @dataclass(frozen=True)
@@ -28,19 +32,16 @@ class Config:
     lr: float = 0.1  # high: the tasks' solutions need not be close for a cartoon
     epochs: int = 15  # 600 steps of 10 samples per task
     epochs_together: int = 45  # 5,400 steps: with 1,500 the third task is not learned yet
+    grid: int = 61  # points of the picture along a side
 
 
-@dataclass(frozen=True)
-class Cartoon:
-    """``parameters`` ``(4, P)`` after each task and after all together; accuracies ``(4, 3)``."""
-
-    tasks: list[Task]
-    parameters: Tensor
-    accuracies: Tensor
+def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
+    """Train one network on the stream and one on the joint task; not worth a place on the shelf."""
+    del shelf
+    return {seed: _run(config, seed) for seed in seeds}
 
 
-def run(config: Config, seed: int) -> Cartoon:
-    """Train one network on the stream and one on the joint task."""
+def _run(config: Config, seed: int) -> Metrics:
     tasks = toy_challenge(config.samples, seed=seed)
 
     def model(seed: int) -> torch.nn.Module:
@@ -49,85 +50,100 @@ def run(config: Config, seed: int) -> Cartoon:
     (stream,) = learn(model, tasks, SGD(), Schedule(config.lr, epochs=config.epochs), seeds=seed)
     together = Schedule(config.lr, epochs=config.epochs_together)
     (joint,) = learn(model, [joined(tasks)], SGD(), together, seeds=seed)
-    parameters = torch.cat([stream.snapshots, joint.snapshots])
-    accuracies = [
-        [float((logits(config, row, t.test).argmax(1) == t.test.targets).double().mean())
-         for t in tasks]
-        for row in parameters
-    ]  # fmt: skip
-    return Cartoon(tasks, parameters, torch.tensor(accuracies))
+    stages = [*(f"after {task.name}" for task in tasks), TOGETHER]
+    x, y = _grid(config)
+    points = torch.stack([x.flatten(), y.flatten()], 1)
+    found: Metrics = {"accuracy": {}, "decision": {}}
+    for stage, row in zip(stages, torch.cat([stream.snapshots, joint.snapshots]), strict=True):
+        network = mlp(config.sizes)
+        load_parameter_vector(network, row)
+        with torch.no_grad():
+            found["accuracy"][stage] = {
+                t.name: _accuracy(network(t.test.inputs), t.test.targets) for t in tasks
+            }
+            share = network(points).softmax(1)[:, 1].reshape(x.shape)
+        # a byte per point in hexadecimal: a hundred decimals would say no more
+        found["decision"][stage] = [bytes(line).hex() for line in (share * 255).byte().tolist()]
+    return found
 
 
-def logits(config: Config, parameters: Tensor, samples: Samples) -> Tensor:
-    """Outputs ``(N, 2)`` of the network with flat ``parameters`` ``(P,)``."""
-    network = mlp(config.sizes)
-    load_parameter_vector(network, parameters)
-    with torch.no_grad():
-        result: Tensor = network(samples.inputs)
-    return result
-
-
-def metrics(found: Cartoon) -> dict[str, Any]:
-    """Test accuracy on each task, after each task and after all of them together."""
-    stages = [*(f"after {task.name}" for task in found.tasks), "all together"]
-    names = [task.name for task in found.tasks]
-    return {
-        stage: dict(zip(names, (round(a, 4) for a in row), strict=True))
-        for stage, row in zip(stages, found.accuracies.tolist(), strict=True)
-    }
-
-
-def figure(config: Config, found: Cartoon, path: Path) -> None:
-    """Four panels: shade is the probability of class 1, the line is where it is one half."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    span = torch.linspace(-3.4, 3.4, 241)
+def _grid(config: Config) -> tuple[Tensor, Tensor]:
+    span = torch.linspace(-SPAN, SPAN, config.grid)
     x, y = torch.meshgrid(span, span, indexing="xy")
-    grid = Samples(torch.stack([x.flatten(), y.flatten()], 1), torch.zeros(x.numel()).long())
-    plots, axes = plt.subplots(1, 4, figsize=(14, 4.15), sharey=True, layout="constrained")
-    titles = [f"after task {i + 1}" for i in range(3)] + ["all tasks together"]
-    for panel, (axis, title) in enumerate(zip(axes, titles, strict=True)):
-        share = logits(config, found.parameters[panel], grid).softmax(1)[:, 1].reshape(x.shape)
+    return x, y
+
+
+def _accuracy(logits: Tensor, targets: Tensor) -> float:
+    return round(float((logits.argmax(1) == targets).double().mean()), 4)
+
+
+def tables(config: Config, metrics: BySeed) -> list[Table]:
+    del config
+    empty: Metrics = {"accuracy": {TOGETHER: {}}}
+    first = next(iter(metrics.values()), empty)["accuracy"]
+    table = Table("fig:cartoon_forgetting", "test accuracy, toy tasks", tuple(first[TOGETHER]))
+    for stage, row in first.items():
+        for task in row:
+            table.add(stage, task, [one["accuracy"][stage][task] for one in metrics.values()])
+    return [table]
+
+
+def claims(config: Config, metrics: BySeed) -> list[Claim]:
+    [table] = tables(config, metrics)
+    names = table.columns
+    own = [table.mean(f"after {name}", name) for name in names]
+    first = [table.mean(f"after {name}", names[0]) for name in (names[0], names[-1])]
+    return [
+        claim("each task is learned (above 0.95)", own, lambda *a: min(a) > 0.95),
+        claim("the first task is forgotten after the last", first,
+              lambda before, after: after < before - 0.1),
+        claim("one network can hold all three tasks (above 0.9)",
+              [table.mean(TOGETHER, name) for name in names], lambda *a: min(a) > 0.9),
+    ]  # fmt: skip
+
+
+def figure(config: Config, metrics: BySeed, path: Path) -> None:
+    """Four panels: shade is the probability of class 1, the line is where it is one half."""
+    seed, one = next(iter(metrics.items()))
+    tasks = toy_challenge(config.samples, seed=seed)
+    x, y = _grid(config)
+    plots, axes = panels(len(one["decision"]), width=3.5, height=4.15)
+    for panel, (axis, (stage, lines)) in enumerate(zip(axes, one["decision"].items(), strict=True)):
+        share = torch.tensor([list(bytes.fromhex(line)) for line in lines]) / 255
         axis.contourf(x, y, share, levels=[i / 10 for i in range(11)], cmap="RdBu", alpha=0.55)
         axis.contour(x, y, share, levels=[0.5], colors="black", linewidths=1.2)
-        for number, task in enumerate(found.tasks):
-            learned = number <= panel
+        for number, task in enumerate(tasks):
+            known = number <= panel
             for label, colour in ((0, "#b2182b"), (1, "#2166ac")):
                 points = task.test.inputs[task.test.targets == label][:80]
                 axis.scatter(
-                    *points.T, s=11, color=colour, alpha=0.9 if learned else 0.15,
-                    edgecolors="white" if learned else "none", linewidths=0.4,
+                    *points.T, s=11, color=colour, alpha=0.9 if known else 0.15,
+                    edgecolors="white" if known else "none", linewidths=0.4,
                 )  # fmt: skip
             low = float(task.test.inputs[:, 1].min())
             axis.annotate(
-                f"task {number + 1}: {float(found.accuracies[panel, number]):.1%}",
+                f"task {number + 1}: {one['accuracy'][stage][task.name]:.1%}",
                 (float(task.test.inputs[:, 0].mean()), low - 0.12), ha="center", va="top",
-                fontsize=9, color="black" if learned else "0.45",
+                fontsize=9, color="black" if known else "0.45",
                 bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.5},
             )  # fmt: skip
-        axis.set(title=title, aspect="equal", xlim=(-3.4, 3.4), ylim=(-3.4, 3.4))
+        title = "all tasks together" if stage == TOGETHER else f"after task {panel + 1}"
+        axis.set(title=title, aspect="equal", xlim=(-SPAN, SPAN), ylim=(-SPAN, SPAN))
         axis.set(xticks=[], yticks=[])
-    plots.supxlabel("beside each task: its test accuracy (faint: not learned yet)", fontsize=10)
-    plots.savefig(path, dpi=150)
-    plt.close(plots)
+    note = f"beside each task: its test accuracy (faint: not learned yet); seed {seed}"
+    plots.supxlabel(note, fontsize=10)
+    save(plots, path)
 
 
-def main(arguments: Sequence[str] | None = None, config: Config = Config()) -> None:  # noqa: B008
-    parser = argparse.ArgumentParser(prog="python -m experiments.cartoon", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for cartoon.png and .json")
-    parser.add_argument("--seed", type=int, default=11)
-    options = parser.parse_args(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
-    found = run(config, options.seed)
-    text = json.dumps(metrics(found), indent=1)
-    (options.out / "cartoon.json").write_text(text + "\n")
-    figure(config, found, options.out / "cartoon.png")
-    print(text)
-    print(f"picture: {options.out / 'cartoon.png'}")
-
-
-if __name__ == "__main__":
-    main()
+EXPERIMENT = Experiment(
+    label="fig:cartoon_forgetting",
+    also=("fig:cartoon_forgetting2",),
+    what="forgetting in two dimensions: one MLP, three tasks, one after the other and together",
+    data="none",
+    sizes={"demo": Config(), "scaled": Config(), "full": Config()},
+    run=run,
+    tables=tables,
+    claims=claims,
+    figure=figure,
+    cost={"demo": "10 s", "scaled": "10 s", "full": "10 s"},
+)

@@ -2,9 +2,47 @@
 
 from difflib import get_close_matches
 
+from experiments import (
+    assumptions,
+    cartoon,
+    cifar10,
+    cifar100,
+    comparison,
+    energy,
+    extension,
+    long_stream,
+    low_rank,
+    other_architectures,
+    perturbation,
+    perturbation_networks,
+    random_matrices,
+    ranks,
+    recursion,
+    taylor,
+    violation,
+)
 from experiments.experiment import Experiment
 
-EXPERIMENTS: tuple[Experiment, ...] = ()
+EXPERIMENTS: tuple[Experiment, ...] = (
+    cartoon.EXPERIMENT,
+    taylor.EXPERIMENT,
+    recursion.EXPERIMENT,
+    perturbation.EXPERIMENT,
+    perturbation_networks.RESNET,
+    perturbation_networks.VIT,
+    comparison.EXPERIMENT,
+    violation.EXPERIMENT,
+    assumptions.EXPERIMENT,
+    random_matrices.EXPERIMENT,
+    other_architectures.EXPERIMENT,
+    cifar10.EXPERIMENT,
+    cifar100.EXPERIMENT,
+    low_rank.EXPERIMENT,
+    energy.EXPERIMENT,
+    ranks.EXPERIMENT,
+    extension.EXPERIMENT,
+    long_stream.EXPERIMENT,
+)
 
 
 def find(label: str) -> Experiment:

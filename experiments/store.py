@@ -83,6 +83,14 @@ class Store:
             file.flush()
             os.fsync(file.fileno())
 
+    def merge(self, other: "Store") -> int:
+        """Add the results of another folder that are not here yet; returns how many."""
+        known = {result.key for result in self.results()}
+        new = [result for result in other.results() if result.key not in known]
+        if new:
+            self.append(new)
+        return len(new)
+
     def repair(self) -> int:
         """Move damaged lines to ``results.jsonl.rejected``; returns how many there were."""
         if not self.file.exists():

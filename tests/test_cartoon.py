@@ -1,22 +1,22 @@
 """The toy picture: the network forgets each task for the next, yet one network can hold all."""
 
-import json
-
-import torch
-
-from experiments.cartoon import Config, main
+from experiments.cartoon import EXPERIMENT, Config
+from experiments.shelf import Shelf
+from experiments.store import Store
 
 
-def test_the_command_leaves_a_picture_and_numbers_that_show_forgetting(tmp_path, capsys):
-    torch.set_num_threads(1)  # the steps are far too small to share
-    main(["--out", str(tmp_path)], Config(epochs=8))
-    found = json.loads((tmp_path / "cartoon.json").read_text())
+def test_the_network_forgets_each_task_for_the_next_and_the_picture_needs_numbers_alone(tmp_path):
+    config = Config(epochs=8, grid=21)
+    metrics = EXPERIMENT.run(config, [11], Shelf(Store(tmp_path)))
+    found = metrics[11]["accuracy"]
     assert found["after centre"]["centre"] > 0.95
     assert found["after bottom left"]["bottom left"] > 0.95
     assert found["after top right"]["top right"] > 0.95
     assert found["after top right"]["centre"] < 0.8
     assert min(found["all together"].values()) > 0.9
+    assert [claim.verdict for claim in EXPERIMENT.claims(config, metrics)] == ["agree"] * 3
+    EXPERIMENT.figure(config, metrics, tmp_path / "cartoon")
     picture = (tmp_path / "cartoon.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 20_000
-    assert "cartoon.png" in capsys.readouterr().out
+    assert (tmp_path / "cartoon.pdf").stat().st_size > 5_000

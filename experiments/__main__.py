@@ -1,0 +1,175 @@
+"""The paper's tables and figures from the command line: list, run, report, merge, repair."""
+
+import argparse
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.experiment import SEEDS, SIZES, file_name
+from experiments.registry import EXPERIMENTS, find
+from experiments.runner import Place, Work, each, results_of, shard, trainings_of
+from experiments.store import Store
+
+RESULTS = Path("results/experiments")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill stops like Ctrl-C
+    try:
+        return int(options.command(options))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        said = sys.argv[1:] if arguments is None else list(arguments)
+        again = f"python -m experiments {shlex.join(said)}"
+        print(f"\nstopped: what is finished is kept, what was under way has its checkpoint. "
+              f"Go on with\n  {again}", file=sys.stderr)  # fmt: skip
+        return 130
+
+
+def _list(_options: argparse.Namespace) -> int:
+    for one in EXPERIMENTS:
+        print(f"{', '.join(one.labels)}\n    {one.what}")
+        sizes = ", ".join(f"{size}: {one.cost.get(size, '?')}" for size in one.sizes)
+        print(f"    data: {one.data if one.data != 'none' else 'none needed'}; {sizes}")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    began, failed = time.perf_counter(), []
+    place = Place(options.results, options.data, options.threads, not options.quiet)
+    work = _work(options)
+    first = trainings_of(work, place) if options.jobs > 1 else []
+    for number, (one, error) in enumerate(each(first, place, options.jobs), start=1):
+        state = "trained" if error is None else f"not trained: {error}"
+        print(f"[{time.perf_counter() - began:6.0f} s] run {number}/{len(first)}: {one}: {state}",
+              flush=True)  # fmt: skip
+    for number, (one, error) in enumerate(each(work, place, options.jobs), start=1):
+        print(f"\n[{time.perf_counter() - began:6.0f} s] {number}/{len(work)}: {one}", flush=True)
+        if error is None:
+            _show(one, place)
+        else:
+            failed.append(one)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    if failed:
+        print(f"\nnot done: {', '.join(one.label for one in failed)} (errors above); the rest is "
+              f"in {place.store.file}", file=sys.stderr)  # fmt: skip
+    return 1 if failed else 0
+
+
+def _work(options: argparse.Namespace) -> list[Work]:
+    """What was asked for, each experiment once, in the order of the paper."""
+    chosen = {e.label for e in EXPERIMENTS} if "all" in options.labels else {
+        find(label).label for label in options.labels
+    }  # fmt: skip
+    seeds = tuple(dict.fromkeys(options.seeds))
+    work = []
+    for experiment in EXPERIMENTS:
+        if experiment.label not in chosen:
+            continue
+        if options.size in experiment.sizes:
+            work.append(Work(experiment.label, options.size, seeds))
+        elif "all" in options.labels:
+            print(f"{experiment.label} has no size {options.size!r} and is left out")
+        else:
+            raise ValueError(f"{experiment.label} has no size {options.size!r}, only "
+                             f"{', '.join(experiment.sizes)}")  # fmt: skip
+    return shard(work, *options.shard)
+
+
+def _show(one: Work, place: Place) -> None:
+    """The tables, claims and figure of a finished label, from all seeds in the store."""
+    experiment = find(one.label)
+    config = experiment.sizes[one.size]
+    known = results_of(place.store, experiment, one.size)
+    metrics = {seed: result.metrics for seed, result in known.items()}
+    for table in experiment.tables(config, metrics):
+        print(f"\n{table}")
+    print()
+    for claim in experiment.claims(config, metrics):
+        print(claim)
+    if experiment.figure is not None:
+        path = place.results / "figures" / f"{file_name(one.label)}-{one.size}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        experiment.figure(config, metrics, path)
+        print(f"figure: {path}.png")
+    seconds = sum(result.seconds for result in known.values())
+    print(f"{len(metrics)} seeds, {seconds:.0f} s in all", flush=True)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from experiments.report import write
+
+    print(f"page: {write(Store(options.results), options.out)}")
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    store = Store(options.results)
+    for folder in options.folders:
+        if not Store(folder).file.exists():
+            raise ValueError(f"{folder} holds no results.jsonl; name results folders")
+        print(f"{folder}: {store.merge(Store(folder))} results added to {store.file}")
+    return 0
+
+
+def _repair(options: argparse.Namespace) -> int:
+    store = Store(options.results)
+    count = store.repair()
+    print(f"{store.file}: {count} damaged lines moved to {store.file.name}.rejected"
+          if count else f"{store.file}: nothing to mend")  # fmt: skip
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    listing = commands.add_parser("list", help="labels, what they show, what they cost")
+    listing.set_defaults(command=_list)
+    run = commands.add_parser("run", help="compute what is missing, print tables and claims")
+    run.set_defaults(command=_run)
+    run.add_argument("labels", nargs="+", metavar="LABEL", help="as in the paper, or `all`")
+    run.add_argument("--size", choices=SIZES, default="demo")
+    run.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    run.add_argument("--jobs", type=_count, default=1, help="processes side by side")
+    run.add_argument("--threads", type=_count, default=1, help="of each process")
+    parts = "part I of N, for N machines; `merge` puts their results together"
+    run.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help=parts)
+    run.add_argument("--data", type=Path, help="folder of MNIST and CIFAR (or CURVLAB_DATA)")
+    run.add_argument("--quiet", action="store_true", help="no line per task while training")
+    report = commands.add_parser("report", help="one page with everything in the results folder")
+    report.set_defaults(command=_report)
+    report.add_argument("--out", type=Path, default=RESULTS / "report")
+    merge = commands.add_parser("merge", help="add the results of other folders (shards)")
+    merge.set_defaults(command=_merge)
+    merge.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    repair = commands.add_parser("repair", help="move damaged lines of the results file aside")
+    repair.set_defaults(command=_repair)
+    for command in (run, report, merge, repair):
+        command.add_argument("--results", type=Path, default=RESULTS, help="results folder")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more; got {text!r}")
+    return int(text)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"reads I/N, such as 1/4; got {text!r}")
+    index, count = int(parts[0]), int(parts[1])
+    if not 1 <= index <= count:
+        raise argparse.ArgumentTypeError(f"needs 1 <= I <= N; got {text!r}")
+    return index, count
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The Rotated-MNIST challenge at its three sizes, and what every label on it records.
+
+At every size learning rate times steps per task is the paper's: 0.01 x 30,000 = 300 at the high
+rate and 1e-5 x 90,000 = 0.9 at the low one. With fewer steps at the same rate every learner would
+forget nothing, having learned nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvlab.metrics import (
+    accuracy_forgetting,
+    average_forgetting,
+    current_accuracy,
+)
+from curvlab.training import Run
+from experiments.experiment import rounded
+from experiments.paper import HIGH, LOW
+from experiments.shelf import Training
+from experiments.tables import Metrics
+
+RATES = (LOW, HIGH)
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """One size of the challenge; the defaults are the paper's."""
+
+    high: str = "0.01"  # the first task is always learned at the high rate
+    low: str = "{0.01, 1e-5}"
+    epochs_high: str = "5"
+    epochs_low: str = "15"
+    tasks: int | None = None
+    train: int | None = None
+    test: int | None = None
+    samples: int = 1000  # for Hessians and memories
+    epsilon: float = 0.01  # of the spectral energy that SGD-dagger, OGD and GPM leave out
+    network: str = "mlp"  # and its twin without biases for GPM
+    embedded: bool = False
+
+    def training(self, rate: str, learner: str = "SGD", level: float | None = None) -> Training:
+        """``rate`` is ``LOW`` or ``HIGH``; ``level`` is the learner's figure, by default eps."""
+        if level is None:
+            level = 0.0 if learner == "SGD" else self.epsilon
+        return Training(
+            "rotated_mnist",
+            f"{self.network}_unbiased" if learner == "GPM" else self.network,
+            learner,
+            level,
+            rates=self.high if rate == HIGH else self.low,
+            epochs=self.epochs_high if rate == HIGH else self.epochs_low,
+            tasks=self.tasks,
+            train=self.train,
+            test=self.test,
+            samples=self.samples,
+            embedded=self.embedded,
+        )
+
+    def trainings(self, learners: Sequence[str], rates: Sequence[str] = RATES) -> list[Training]:
+        return [self.training(rate, learner) for rate in reversed(rates) for learner in learners]
+
+    @property
+    def caption(self) -> str:
+        """What a table's title says of the size."""
+        if self == Rotated():
+            return "Rotated-MNIST"
+        images = "embedded images" if self.embedded else "images"
+        return (
+            f"Rotated-MNIST, {self.tasks or 5} tasks of {self.train} {images}, rate {self.high} "
+            f"for the paper's 0.01 and {self.low} for {{0.01, 1e-5}}"
+        )
+
+
+SCALED = {"high": "0.1", "low": "{0.1, 3e-4}", "epochs_high": "15", "epochs_low": "15"}
+
+DEMO = Rotated(**SCALED, tasks=3, train=2000, samples=300, epsilon=0.05, embedded=True)  # type: ignore[arg-type]
+SMALL = Rotated(**SCALED, train=2000, samples=500)  # type: ignore[arg-type]
+FULL = Rotated()
+
+
+def outcome(run: Run) -> Metrics:
+    """Test accuracies and losses, each row ``t`` with its tasks ``o <= t``."""
+    return {
+        "accuracy": lower_rows(run.test_accuracy),
+        "loss": lower_rows(run.test_loss),
+    }
+
+
+def lower_rows(matrix: Tensor) -> list[list[float]]:
+    """Rows of a ``(T, T)`` matrix up to the diagonal, for JSON."""
+    rows: list[list[float]] = rounded([row[: t + 1] for t, row in enumerate(matrix.tolist())])
+    return rows
+
+
+def square(rows: Sequence[Sequence[float]]) -> Tensor:
+    """What :func:`lower_rows` took apart; zero above the diagonal, which no metric reads."""
+    matrix = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    for t, row in enumerate(rows):
+        matrix[t, : len(row)] = torch.tensor(row, dtype=torch.float64)
+    return matrix
+
+
+def learned(metrics: Metrics) -> float:
+    """Mean over tasks of a_tt, the accuracy just after learning: what stands beside forgetting."""
+    return float(current_accuracy(square(metrics["accuracy"])).mean())
+
+
+def forgotten(metrics: Metrics) -> Tensor:
+    """E(t) in accuracy over the t-1 old tasks, ``(T,)``."""
+    return average_forgetting(accuracy_forgetting(square(metrics["accuracy"])), "t-1")

@@ -1,0 +1,108 @@
+"""How well a Taylor expansion predicts forgetting (Table:Taylor-apprx and its full form).
+
+E_o(t) in test loss against g'd, 1/2 d'Hd and their sum, d = theta_t - theta_o, for every pair of an
+old and a later task. One Hessian product per pair; no Hessian is formed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from curvlab.metrics import loss_forgetting, old_pairs, previous_pairs
+from experiments.curvature import expansion
+from experiments.experiment import BySeed, Experiment
+from experiments.paper import HIGH, LOW
+from experiments.rotated import (
+    DEMO,
+    FULL,
+    RATES,
+    SMALL,
+    Rotated,
+    learned,
+    lower_rows,
+    outcome,
+    square,
+)
+from experiments.shelf import Shelf
+from experiments.tables import Claim, Metrics, Table, claim
+
+COLUMNS = ("first", "second", "taylor", "E_o", "distance", "a_tt")
+
+
+@dataclass(frozen=True)
+class Config:
+    stream: Rotated = FULL
+
+
+def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
+    found: dict[int, Metrics] = {seed: {} for seed in seeds}
+    for rate in RATES:
+        training = config.stream.training(rate)
+        for one in shelf.runs(training, seeds):
+            terms = expansion(shelf, training, one)
+            found[one.seed][rate] = outcome(one) | {
+                "first": lower_rows(terms.first_order()),
+                "second": lower_rows(terms.second_order()),
+                "distance": lower_rows(terms.distances),
+            }
+    return found
+
+
+def tables(config: Config, metrics: BySeed) -> list[Table]:
+    table = Table(
+        "Table:Taylor-apprx-full", f"error of predicted E_o(t), {config.stream.caption}", COLUMNS
+    )
+    for name, pick in (("all o", old_pairs), ("o = t-1", previous_pairs)):
+        for rate in RATES:
+            cells: dict[str, list[float]] = {column: [] for column in COLUMNS}
+            for one in metrics.values():
+                for column, matrix in _measured(one[rate]).items():
+                    cells[column] += pick(matrix).tolist()
+                cells["a_tt"].append(learned(one[rate]))
+            for column, samples in cells.items():
+                table.add(f"{rate}, {name}", column, samples)
+    return [table]
+
+
+def _measured(one: Metrics) -> dict[str, Tensor]:
+    """Matrices ``(T, T)`` by column: absolute errors of the three predictions, E_o(t), distance."""
+    forgotten = loss_forgetting(square(one["loss"]))
+    first, second = square(one["first"]), square(one["second"])
+    predictions = {"first": first, "second": second, "taylor": first + second}
+    errors = {name: (value - forgotten).abs() for name, value in predictions.items()}
+    return errors | {"E_o": forgotten, "distance": square(one["distance"])}
+
+
+def claims(config: Config, metrics: BySeed) -> list[Claim]:
+    [table] = tables(config, metrics)
+
+    def errors(row: str) -> list[float]:
+        return [table.mean(row, column) for column in ("first", "second", "taylor")]
+
+    both = [table.mean(f"{rate}, all o", "taylor") for rate in (LOW, HIGH)]
+    near = [table.mean(f"{HIGH}, {which}", "second") for which in ("o = t-1", "all o")]
+    return [
+        claim("low rate: both terms together predict best", errors(f"{LOW}, all o"),
+              lambda first, second, taylor: taylor < min(first, second)),
+        claim("high rate: the second-order term alone predicts best", errors(f"{HIGH}, all o"),
+              lambda first, second, taylor: second < min(first, taylor)),
+        claim("the approximation is more accurate at the low rate", both,
+              lambda low, high: low < high),
+        claim("errors grow with the distance (one update against several)", near,
+              lambda one, several: one < several),
+    ]  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    label="Table:Taylor-apprx-full",
+    also=("Table:Taylor-apprx",),
+    what="error of first-, second-order and Taylor predictions of forgetting, SGD, two rates",
+    data="mnist",
+    sizes={"demo": Config(DEMO), "scaled": Config(SMALL), "full": Config()},
+    run=run,
+    tables=tables,
+    claims=claims,
+    trainings=lambda config: config.stream.trainings(["SGD"]),
+    cost={"demo": "15 s", "scaled": "30 s", "full": "6 min"},
+)

@@ -1,0 +1,295 @@
+"""The command line: what is finished stays, what is shared is trained once, errors are advice."""
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from curvlab.storage import StorageError
+from experiments import registry
+from experiments.__main__ import main
+from experiments.experiment import Experiment
+from experiments.runner import Place, Work, measure, results_of, shard, trainings_of
+from experiments.shelf import LABEL, Shelf, Training
+from experiments.store import Store
+from experiments.tables import Table, claim
+
+ROOT = Path(__file__).parent.parent
+TINY = Training(
+    "rotated_mnist", "mlp_tiny", rates="0.1", epochs="2", tasks=2, train=60, test=60, samples=20,
+    embedded=True,
+)  # fmt: skip
+LONG = replace(TINY, train=None, epochs="12")  # 6,000 steps a task: time to stop it
+
+
+@dataclass(frozen=True)
+class Config:
+    training: Training = TINY
+    power: int = 1
+
+
+def run(config, seeds, shelf):
+    return {
+        one.seed: {"accuracy": float(one.test_accuracy[-1, -1]) ** config.power}
+        for one in shelf.runs(config.training, seeds)
+    }
+
+
+def tables(_config, metrics):
+    table = Table("tab:tiny", "accuracy", ("accuracy",))
+    table.add("SGD", "accuracy", [one["accuracy"] for one in metrics.values()])
+    return [table]
+
+
+def claims(_config, metrics):
+    values = [one["accuracy"] for one in metrics.values()]
+    return [claim("accuracy is a share", values, lambda *a: all(0 <= value <= 1 for value in a))]
+
+
+def experiment(label="tab:tiny", training=TINY, power=1, **changes):
+    return Experiment(
+        label=label, what="a tiny one", data="none", sizes={"demo": Config(training, power)},
+        run=run, tables=tables, claims=claims, trainings=lambda config: [config.training],
+        cost={"demo": "1 s"}, **changes,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Two labels that share their runs."""
+    found = (experiment(also=("tab:alias",)), experiment("tab:square", power=2))
+    monkeypatch.setattr(registry, "EXPERIMENTS", found)
+    monkeypatch.setattr("experiments.__main__.EXPERIMENTS", found)
+    return found
+
+
+def command(*arguments, results):
+    return main([*arguments, "--results", str(results)])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_finished_label_prints_its_table_and_is_not_computed_again(tmp_path, capsys):
+    assert command("run", "tab:alias", "--seeds", "1", "2", results=tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "tab:tiny: accuracy" in said
+    assert "agree" in said
+    before = (tmp_path / "results.jsonl").read_bytes()
+    assert command("run", "tab:tiny", "--seeds", "2", "1", results=tmp_path) == 0
+    assert (tmp_path / "results.jsonl").read_bytes() == before
+
+
+def test_labels_share_their_runs_and_a_new_seed_adds_only_itself(tiny, tmp_path):
+    assert command("run", "all", "--seeds", "1", results=tmp_path) == 0
+    assert command("run", "all", "--seeds", "1", "2", results=tmp_path) == 0
+    lines = [(r.label, r.seed) for r in Store(tmp_path).results()]
+    assert sorted(lines) == sorted(
+        (label, seed) for label in (LABEL, "tab:tiny", "tab:square") for seed in (1, 2)
+    )
+    square, plain = (results_of(Store(tmp_path), one, "demo") for one in reversed(tiny))
+    for seed in (1, 2):
+        assert square[seed].metrics["accuracy"] == plain[seed].metrics["accuracy"] ** 2
+
+
+@pytest.mark.usefixtures("tiny")
+def test_results_of_another_configuration_or_version_do_not_count(tmp_path):
+    place = Place(tmp_path)
+    measure(Work("tab:tiny", "demo", (1,)), place)
+    for changed in (experiment(version="2"), experiment(power=3)):
+        assert results_of(place.store, changed, "demo") == {}
+    assert list(results_of(place.store, experiment(), "demo")) == [1]
+
+
+def test_a_run_is_the_same_alone_and_among_others(tmp_path):
+    alone = Shelf(Store(tmp_path / "a")).runs(TINY, [2])[0]
+    among = Shelf(Store(tmp_path / "b")).runs(TINY, [1, 2, 3])[1]
+    assert torch.allclose(alone.snapshots, among.snapshots, atol=1e-5)
+
+
+def test_a_damaged_run_is_named_with_its_cure(tmp_path):
+    shelf = Shelf(Store(tmp_path))
+    shelf.runs(TINY, [1])
+    shelf.file(TINY, 1).write_bytes(b"damaged")
+    with pytest.raises(StorageError, match=r"damaged.*Delete the file, and the run is trained"):
+        shelf.runs(TINY, [1])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_damaged_line_stops_the_command_and_repair_keeps_the_rest(tmp_path, capsys):
+    assert command("run", "tab:tiny", "--seeds", "1", results=tmp_path) == 0
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"key": 1}\n')
+    assert command("run", "tab:tiny", "--seeds", "1", results=tmp_path) == 2
+    assert "results.jsonl, line 3 is not a result" in capsys.readouterr().err
+    assert command("repair", results=tmp_path) == 0
+    assert "1 damaged lines" in capsys.readouterr().out
+    assert command("run", "tab:tiny", "--seeds", "1", results=tmp_path) == 0
+    assert [r.label for r in Store(tmp_path).results()] == [LABEL, "tab:tiny"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_shards_of_two_machines_merge_to_the_whole(tmp_path, capsys):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for index, folder in enumerate(folders, start=1):
+        part = ["--shard", f"{index}/2", "--seeds", "1", "2"]
+        assert command("run", "all", *part, results=folder) == 0
+    assert command("merge", *map(str, folders), results=tmp_path) == 0
+    assert command("merge", *map(str, folders), results=tmp_path) == 0  # adds nothing
+    lines = [(r.label, r.seed) for r in Store(tmp_path).results()]
+    assert sorted(lines) == sorted(
+        (label, seed) for label in (LABEL, "tab:tiny", "tab:square") for seed in (1, 2)
+    )
+    capsys.readouterr()
+    assert command("merge", str(tmp_path / "none"), results=tmp_path) == 2
+    assert "holds no results.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["run", "tab:tinny"], "Did you mean 'tab:tiny'?"),
+        (["run", "tab:tiny", "--size", "full"], "has no size 'full', only demo"),
+        (["run", "tab:tiny", "--shard", "3/2"], "needs 1 <= I <= N; got '3/2'"),
+        (["run", "tab:tiny", "--shard", "half"], "reads I/N, such as 1/4"),
+        (["run", "tab:tiny", "--jobs", "0"], "must be 1 or more; got '0'"),
+    ],
+)
+def test_a_wrong_argument_is_answered_with_advice(arguments, advice, tmp_path, capsys):
+    try:
+        code = command(*arguments, results=tmp_path)
+    except SystemExit as stopped:  # argparse's own way
+        code = stopped.code
+    assert code == 2
+    assert advice in capsys.readouterr().err
+
+
+def test_missing_data_is_answered_with_what_to_download(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("CURVLAB_DATA", raising=False)
+    wants = experiment(training=replace(TINY, embedded=False))
+    monkeypatch.setattr(registry, "EXPERIMENTS", (wants,))
+    monkeypatch.setattr("experiments.__main__.EXPERIMENTS", (wants,))
+    assert command("run", "tab:tiny", results=tmp_path) == 1
+    assert "python -m curvlab.tasks.download mnist" in capsys.readouterr().err
+    assert command("run", "tab:tiny", "--data", str(tmp_path), results=tmp_path) == 1
+    assert "train-images-idx3-ubyte.gz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 10, 13])
+def test_shards_share_nothing_and_leave_nothing_out(count):
+    work = [Work(f"label {i}", "demo", (11, 13, 21, 33, 55)) for i in range(2)]
+    parts = [shard(work, index, count) for index in range(1, count + 1)]
+    pairs = [(one.label, seed) for part in parts for one in part for seed in one.seeds]
+    assert sorted(pairs) == sorted((one.label, seed) for one in work for seed in one.seeds)
+    sizes = [sum(len(one.seeds) for one in part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_up_to_as_many_shards_as_seeds_no_seed_is_on_more_than_two_machines():
+    work = [Work(f"label {i}", "demo", (11, 13, 21, 33, 55)) for i in range(6)]
+    assert [{one.seeds for one in shard(work, i, 5)} for i in range(1, 6)] == [
+        {(11,)}, {(13,)}, {(21,)}, {(33,)}, {(55,)},
+    ]  # fmt: skip
+
+
+def test_several_jobs_train_a_shared_run_once(tiny, tmp_path):
+    place = Place(tmp_path)
+    work = [Work(one.label, "demo", (1, 2)) for one in tiny]
+    first = trainings_of(work, place)
+    assert [(one.training, one.seeds) for one in first] == [(TINY, (1, 2))]
+    measure(first[0], place)
+    assert trainings_of(work, place) == []
+
+
+OWN_LABELS = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import test_experiments_command as own
+from experiments import registry, __main__ as command
+registry.EXPERIMENTS = command.EXPERIMENTS = (own.experiment("tab:long", own.LONG),)
+sys.exit(command.main(sys.argv[1:]))
+""".format(root=str(ROOT), tests=str(ROOT / "tests"))  # fmt: skip
+
+
+def start(results, *arguments, own=True):
+    """The real command in a process of its own, with the labels of this file or the real ones."""
+    program = ["-c", OWN_LABELS] if own else ["-m", "experiments"]
+    line = [sys.executable, *program, "run", *arguments, "--results", str(results)]
+    return subprocess.Popen(
+        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def checkpoints(results):
+    return list((results / "runs").glob("*.checkpoint"))
+
+
+def stop_in_second_task(process, results):
+    """Ctrl-C as soon as the first task has left its checkpoint; returns what it said."""
+    while process.poll() is None and not checkpoints(results):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    return process.communicate(timeout=60)[1]
+
+
+def test_a_stopped_run_goes_on_from_its_checkpoint_and_gives_the_same(tmp_path):
+    stopped = tmp_path / "stopped"
+    process = start(stopped, "tab:long", "--seeds", "1")
+    said = stop_in_second_task(process, stopped)
+    assert process.returncode == 130, said
+    assert "Go on with\n  python -m experiments run tab:long" in said
+    assert len(checkpoints(stopped)) == 1
+    assert Store(stopped).results() == []
+    resumed = Shelf(Store(stopped)).runs(LONG, [1])[0]
+    whole = Shelf(Store(tmp_path / "whole")).runs(LONG, [1])[0]
+    assert torch.equal(resumed.snapshots, whole.snapshots)
+    assert checkpoints(stopped) == []
+
+
+def test_a_killed_run_goes_on_from_the_last_finished_task(tmp_path):
+    process = start(tmp_path, "tab:long", "--seeds", "1")
+    while process.poll() is None and not checkpoints(tmp_path):
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=60)
+    assert len(checkpoints(tmp_path)) == 1
+    again = start(tmp_path, "tab:long", "--seeds", "1")
+    out, said = again.communicate(timeout=60)
+    assert again.returncode == 0, said
+    assert "task 1/2" not in said  # only the second task was trained
+    assert "task 2/2" in said
+    assert "tab:tiny: accuracy" in out
+
+
+def test_ctrl_c_reaches_the_processes_of_several_jobs(tmp_path):
+    process = start(
+        tmp_path, "fig:PTBRM", "--seeds", "1", "--size", "demo", "--jobs", "2", own=False
+    )
+    said = stop_in_second_task(process, tmp_path)
+    assert process.returncode == 130, said
+    assert len(checkpoints(tmp_path)) == 1
+    assert Store(tmp_path).results() == []
+
+
+def test_several_jobs_bring_results_and_errors_home(tmp_path):
+    process = start(
+        tmp_path, "random baselines", "fig:PTBRM", "--seeds", "1", "--size", "full", "--jobs",
+        "2", "--data", str(tmp_path), own=False,
+    )  # fmt: skip
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "D and S of 100 x 100 Gaussian matrices" in out
+    assert "python -m curvlab.tasks.download mnist" in said
+    assert "not done: fig:PTBRM" in said
+
+
+def test_two_processes_on_one_folder_train_once_and_agree(tmp_path):
+    both = [start(tmp_path, "tab:long", "--seeds", "1") for _ in range(2)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert [r.label for r in Store(tmp_path).results()] == [LABEL, "tab:long"]
+    assert all("tab:tiny: accuracy" in out for out, _ in said)
