@@ -97,14 +97,16 @@ NETWORKS: dict[str, Network] = {
         lambda seed, classes, tasks: progressive_mlp((196, *HIDDEN, classes), tasks, seed=seed)
     ),
     "resnet": Network(lambda seed, classes, _: slim_resnet18(classes, seed=seed), 500),
-    "resnet_small": Network(lambda seed, classes, _: slim_resnet18(classes, nf=8, seed=seed), 500),
+    "resnet_small": Network(
+        lambda seed, classes, _: slim_resnet18(classes, nf=8, blocks=(1, 1, 1, 1), seed=seed), 500
+    ),
     "resnet_tiny": Network(
         lambda seed, classes, _: slim_resnet18(classes, nf=4, blocks=(1, 1, 1), seed=seed), 500
     ),
     "vit": Network(lambda seed, classes, _: vit_cifar(classes, seed=seed), 500),
     "vit_small": Network(
         lambda seed, classes, _: vit_cifar(
-            classes, hidden=48, depth=2, heads=4, mlp=96, seed=seed
+            classes, hidden=64, depth=4, heads=4, mlp=128, patch=8, seed=seed
         ),
         500,
     ),

@@ -40,11 +40,11 @@ DEMO = Config((
 ))  # fmt: skip
 SCALED = Config((
     Network("ResNet", Training(
-        "split_cifar10", "resnet_small", rates="{0.1, 0.005}", epochs="{4/6, 1}", train=2000,
+        "split_cifar10", "resnet_small", rates="{0.1, 0.01}", epochs="{5/8, 1}", train=1000,
         test=1000, samples=100, batchnorm="freeze",
     )),
     Network("ViT", Training(
-        "split_cifar10", "vit_small", rates="{0.1, 0.005}", epochs="{10/15, 1}", train=2000,
+        "split_cifar10", "vit_small", rates="{0.1, 0.01}", epochs="{14/20, 1}", train=1000,
         test=1000, samples=100,
     )),
 ))  # fmt: skip
