@@ -43,6 +43,7 @@ def _list(_options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     began, failed = time.perf_counter(), []
     place = Place(options.results, options.data, options.threads, not options.quiet)
+    place.store.results()  # a damaged line is told of before hours are spent
     work = _work(options)
     first = trainings_of(work, place) if options.jobs > 1 else []
     for number, (one, error) in enumerate(each(first, place, options.jobs), start=1):

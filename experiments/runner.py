@@ -186,6 +186,8 @@ def _last_words(process: SpawnProcess, reading: Connection) -> str | None:
 
 def _in_process(one: Work, place: Place, writing: Connection) -> None:
     os.setpgrp()
+    # a shell may start what it puts in the background with Ctrl-C ignored, and that is inherited
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(place.threads)
     try:
         measure(one, place)

@@ -220,8 +220,10 @@ def start(results, *arguments, own=True):
     program = ["-c", OWN_LABELS] if own else ["-m", "experiments"]
     line = [sys.executable, *program, "run", *arguments, "--results", str(results)]
     return subprocess.Popen(
-        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # the tests themselves may run in the background of a shell, with Ctrl-C ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
 
 
 def checkpoints(results):
