@@ -7,7 +7,7 @@ The gate is the same as everywhere here: a contender that is wrong fails instead
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from curvlab.learners import SGD
 from curvlab.operators import Hessian
 
 Timer = Callable[..., Any]  # pytest-benchmark's fixture
-THREADS = 2
+THREADS = 1  # where this runs, other work runs too
 WIDTH = products.WIDTH
 
 
@@ -35,26 +35,31 @@ def _threads() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=list(SMALL))
-def network(request: pytest.FixtureRequest) -> Network:
-    return steady(SMALL[request.param], 0.1 * products.LIMIT)
+@cache
+def network(name: str) -> Network:
+    return steady(SMALL[name], 0.1 * products.LIMIT)
 
 
-@pytest.mark.parametrize("kind", list(products.KINDS))
-@pytest.mark.parametrize("index", range(12))
-def test_product(benchmark: Timer, network: Network, kind: str, index: int) -> None:
-    own = products.contenders(network, kind, compiled=False)
-    if index >= len(own):
-        pytest.skip("fewer contenders than that for this network")
-    contender = own[index]
-    double = products.contenders(network.double(), kind, compiled=False)[index]
-    block = torch.randn(contender.width, network.n, generator=torch.Generator().manual_seed(1))
-    exact = truth(network, kind, block)
-    outcome = products.enter(contender, double, block, exact, THREADS)
-    if not outcome.right and not contender.name.startswith("curvlab"):
-        pytest.skip(f"{contender.name} is wrong by {outcome.exactness:.0e}: not timed")
-    assert outcome.right, contender.name
-    benchmark.extra_info["contender"] = contender.name  # type: ignore[attr-defined]
+def every_product() -> Iterator[tuple[str, str, str]]:
+    """Network, kind of product, contender: installed peers included."""
+    for name in SMALL:
+        for kind in products.KINDS:
+            for contender in products.contenders(SMALL[name](), kind, compiled=False):
+                yield name, kind, contender.name
+
+
+@pytest.mark.parametrize(("name", "kind", "contender"), every_product())
+def test_product(benchmark: Timer, name: str, kind: str, contender: str) -> None:
+    net = network(name)
+    one, double = (
+        next(c for c in products.contenders(of, kind, compiled=False) if c.name == contender)
+        for of in (net, net.double())
+    )
+    block = torch.randn(one.width, net.n, generator=torch.Generator().manual_seed(1))
+    outcome = products.enter(one, double, block, truth(net, kind, block), THREADS)
+    if not outcome.right and not contender.startswith("curvlab"):
+        pytest.skip(f"{contender} is wrong by {outcome.exactness:.0e}: not timed")
+    assert outcome.right
     benchmark(outcome.product, block)
 
 
@@ -71,15 +76,19 @@ def test_solver(benchmark: Timer, solver: str) -> None:
     benchmark(table[solver].solve, outcome.effort)
 
 
-@pytest.mark.parametrize("index", range(11))
-def test_projection(benchmark: Timer, tmp_path: Path, index: int) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_projection(benchmark: Timer, dtype: str) -> None:
     given = projection_contenders.problem(20_000, 10)
-    found = list(projection_contenders.contenders(given, tmp_path))
-    if index >= len(found):
-        pytest.skip("fewer contenders than that")
-    assert found[index].leak <= 1e-3
-    benchmark.extra_info["contender"] = found[index].name  # type: ignore[attr-defined]
-    benchmark(found[index].run)
+    found = projection_contenders.curvlab(given, getattr(torch, dtype))
+    assert found.leak <= 1e-3
+    benchmark(found.run)
+
+
+@pytest.mark.parametrize("style", ["torch_rows", "torch_columns", "python_loop", "gpm_matrices"])
+def test_projection_in_the_styles_of_public_code(benchmark: Timer, style: str) -> None:
+    found = getattr(projection_contenders, style)(projection_contenders.problem(20_000, 10))
+    assert found.leak <= 1e-3
+    benchmark(found.run)
 
 
 def test_dense_hessian(benchmark: Timer) -> None:

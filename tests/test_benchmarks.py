@@ -1,0 +1,280 @@
+"""The benchmark suite: verdicts, curves, the page and the front say what the rows say."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import __main__ as front
+from benchmarks import append, conformance, eigensolvers, growth, page, peers, products, verdicts
+from benchmarks.eigensolver_contenders import Contender, Problem, outliers
+from benchmarks.measure import Row, as_small, read_rows, row, write_rows
+from benchmarks.networks import SMALL
+from benchmarks.subjects import SIZES, SUBJECTS, command
+from benchmarks.tally import Tally
+from benchmarks.targets import AT_LEAST, AT_MOST, TARGETS, Figure, Target
+from curvlab.eigen import lanczos
+
+ROOT = Path(__file__).parents[1]
+
+
+def entry(contender="ours", value=1.0, x="mlp", subject="s", metric="time", unit="u") -> Row:
+    return row(subject, contender, metric, unit, x, value, threads=1)
+
+
+def target(sense=AT_MOST, limit=2.0, x=("mlp",), **more) -> Target:
+    return Target(
+        "products", "what", sense, limit, "u", Figure("s", "ours", "time", "u", x), **more
+    )
+
+
+def verdict(rows, one):
+    return verdicts.judge(rows, [one])[0]
+
+
+@pytest.mark.parametrize(
+    ("sense", "value", "expected"),
+    [
+        (AT_MOST, 2.0, verdicts.MET),
+        (AT_MOST, 2.1, verdicts.MISSED),
+        (AT_LEAST, 2.0, verdicts.MET),
+        (AT_LEAST, 1.9, verdicts.MISSED),
+        (AT_MOST, math.nan, verdicts.MISSED),
+        (AT_LEAST, math.nan, verdicts.MISSED),
+    ],
+)
+def test_a_verdict_follows_the_measured_median(sense, value, expected):
+    assert verdict([entry(value=value)], target(sense)).verdict == expected
+
+
+def test_what_was_not_measured_is_said_to_be_so():
+    assert verdict([entry(x="resnet")], target()).verdict == verdicts.ABSENT
+    assert verdict([], target()).measured is None
+
+
+def test_rows_of_small_problems_never_decide():
+    assert verdict(as_small([entry()]), target()).verdict == verdicts.ABSENT
+    names = {name for make in (SMALL,) for name in (build().shown for build in make.values())}
+    assert names == {"small mlp", "small resnet", "small vit"}
+
+
+def test_the_worst_of_several_points_counts_and_missing_points_are_named():
+    rows = [entry(x="a", value=1.0), entry(x="b", value=3.0)]
+    found = verdict(rows, target(x=("a", "b")))
+    assert (found.measured, found.at, found.verdict) == (3.0, "b", verdicts.MISSED)
+    partly = verdict(rows[:1], target(x=("a", "b")))
+    assert partly.verdict == verdicts.PARTLY
+    assert verdicts.cells(partly)[-1] == "met at 1 of 2 points"
+    assert verdict(rows, target(AT_LEAST, x=("a", "b"))).measured == 1.0
+
+
+def test_ratios_go_the_way_the_target_says():
+    rows = [entry(value=2.0), entry("theirs", 6.0)]
+    assert verdict(rows, target(per="theirs")).measured == pytest.approx(1 / 3)
+    assert verdict(rows, target(per="theirs", inverse=True)).measured == pytest.approx(3.0)
+
+
+def test_a_rival_that_was_wrong_is_named_as_the_reason():
+    rows = [entry(), entry("theirs", 0.2, metric="residual", unit="relative")]
+    found = verdict(rows, target(per="theirs"))
+    assert found.verdict == verdicts.ABSENT
+    assert "the other is wrong: residual 0.2" in verdicts.cells(found)[2]
+
+
+def test_the_later_of_two_rows_counts():
+    assert verdict([entry(value=1.0), entry(value=5.0)], target()).measured == 5.0
+
+
+def test_every_target_belongs_to_a_subject_and_is_named_once():
+    assert {one.command for one in TARGETS} <= set(SUBJECTS)
+    names = [one.what + one.unit for one in TARGETS]
+    assert len(set(names)) == len(names)
+    assert all(math.isfinite(one.limit) and one.figure.x for one in TARGETS)
+
+
+def test_targets_find_the_rows_of_the_modules_that_measure_them(monkeypatch):
+    """Under their full-size names, rows of a small run are what the targets look for."""
+    monkeypatch.setitem(append.SIZES, "small", append.Size(400, (8, 300), (300, 4, 2), 1))
+    monkeypatch.setattr(conformance, "spectra", lambda: {"few": torch.linspace(1, 9, 90).double()})
+    rows = append.main(["--size", "small"]) + conformance.main(["--size", "small"])
+    rows = [replace(one, x=str(one.x).removeprefix("small ")) for one in rows]
+    rows = [replace(one, x="n=12400000") if one.x == "n=400" else one for one in rows]
+    found = [v for v in verdicts.judge(rows) if v.target.command in ("append", "conformance")]
+    assert len(found) == 5
+    assert {v.verdict for v in found} == {verdicts.MET}
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.5])
+def test_a_power_law_has_its_exponent(power):
+    slope, error = growth.exponent([1, 2, 4, 8], [3 * x**power for x in (1, 2, 4, 8)])
+    assert slope == pytest.approx(power, abs=1e-12)
+    assert error < 1e-7
+
+
+def test_an_exponent_needs_two_sizes():
+    with pytest.raises(ValueError, match="two or more sizes"):
+        growth.exponent([3], [1.0])
+    assert growth.exponent([1, 10], [1.0, 100.0]) == (pytest.approx(2.0), math.inf)
+
+
+def test_a_curve_yields_points_and_a_fit_that_the_table_shows():
+    calls = {size: lambda size=size: sum(range(size)) for size in (2_000, 20_000, 200_000)}
+    curve = growth.Curve("adding", "P", 1.0, calls, {2: 4.0, 4: 16.0, 8: 64.0}, "products")
+    rows = list(growth.measure(curve, rounds=3, threads=1))
+    fits = {one.metric: one.p50 for one in rows if one.unit == "fitted"}
+    assert fits["exponent of products against P"] == pytest.approx(2.0)
+    assert 0.5 < fits["exponent of time against P"] < 1.5
+    assert "adding" in growth.table(rows)
+
+
+def test_a_peer_that_is_wrong_is_shown_with_its_error_and_not_timed(monkeypatch):
+    def off(model, loss, inputs, targets):
+        right = products.PLAIN["hessian"](SimpleNamespace(model=model, loss=loss, inputs=inputs,
+                                                          targets=targets))  # fmt: skip
+        return lambda block: right(block) * 1.001
+
+    peer = SimpleNamespace(DISTRIBUTION="peer", BLOCKS=False, NETWORKS=None, hessian=off)
+    monkeypatch.setattr(peers, "installed", lambda *_: [peer])
+    options = SimpleNamespace(compiled=False, only=["auto"], threads=1, rounds=1, cpu_time=False)
+    rows = products.measure(SMALL["mlp"](), "hessian", options)
+    of = {(one.contender, one.metric): one.p50 for one in rows}
+    assert of["peer", "error in float64"] == pytest.approx(1e-3, rel=1e-3)
+    assert ("peer", "time per vector") not in of
+    assert ("curvlab auto", "time per vector") in of
+    assert "WRONG" in products.table(rows)
+
+
+def test_a_solver_that_misses_the_residual_is_not_timed():
+    found = Problem("small outliers", outliers(2_000), None, None)
+    right = lanczos(found.operator, 3, tol=1e-6, progress=False)
+    noise = torch.randn(right.vectors.shape, generator=torch.Generator().manual_seed(0))
+    blurred = right.vectors + 0.01 * noise / noise.norm(dim=1, keepdim=True)
+    wrong = Contender("1", lambda _: (right.values, blurred, 7), [1e-3, 1e-4])
+    outcome = eigensolvers.enter(found, wrong, right.values, 1e-3)
+    metrics = {one.metric for one in eigensolvers.rows_of(found, "it", outcome, 3, 1e-3)}
+    assert metrics == {"residual", "missing", "residual at defaults"}
+    few = Contender("1", lambda _: (right.values[[1, 1, 2]], right.vectors[[1, 1, 2]], 7), [1e-3])
+    assert eigensolvers.enter(found, few, right.values, 1e-3).missing == 1
+
+
+def test_the_tally_counts_the_same_twice_and_sees_double_work():
+    a = torch.ones(50, 50)
+
+    def count(times):
+        with Tally() as tally:
+            for _ in range(times):
+                (a @ a).t().add(1.0)
+        return tally
+
+    once, again, twice = count(1), count(1), count(2)
+    assert (once.calls, once.moved, once.allocated) == (again.calls, again.moved, again.allocated)
+    assert once.calls == 2  # the transpose moves nothing
+    assert once.moved == 4 * 2500 * 5
+    assert once.allocated == 4 * 2500 * 2
+    assert (twice.calls, twice.moved) == (2 * once.calls, 2 * once.moved)
+    assert once.peak <= once.allocated
+
+
+def test_folding_replaces_what_was_measured_again_and_keeps_the_rest(tmp_path):
+    def some(value, x, contender="curvlab auto"):
+        return entry(contender, value, x, "hessian", "time per vector", "gradients")
+
+    page.fold(tmp_path, [some(1.0, "mlp"), some(9.0, "mlp", "old"), some(2.0, "resnet")])
+    page.fold(tmp_path, [some(3.0, "mlp"), *as_small([some(4.0, "vit")])])
+    rows = read_rows(tmp_path / "products.csv")
+    assert {(one.contender, one.x, one.p50) for one in rows} == {
+        ("curvlab auto", "mlp", 3.0),
+        ("curvlab auto", "resnet", 2.0),
+    }
+    with pytest.raises(ValueError, match=r"no section .* 'nonsense'"):
+        page.fold(tmp_path, [entry(subject="nonsense")])
+
+
+def test_the_page_shows_wrong_contenders_and_is_the_same_twice(tmp_path):
+    def product(contender, metric, unit, value):
+        return entry(contender, value, "mlp", "hessian", metric, unit)
+
+    rows = [
+        product("curvlab auto", "time per vector", "gradients", 1.2),
+        product("curvlab auto", "error in float64", "relative", 1e-16),
+        product("a|b", "error in float64", "relative", 0.02),
+        product("c", "error in float64", "relative", math.inf),
+    ]
+    rows += [entry("walk", 2.0**k, 4.0**k, "growth", "time against P", "seconds") for k in (1, 2)]
+    rows.append(entry("walk", 0.5, "all", "growth", "exponent of time against P", "fitted"))
+    source = tmp_path / "measured.csv"
+    write_rows(source, rows)
+    given = ["--folder", str(tmp_path), "--rows", str(source)]
+    assert page.main(given) == 0
+    first = (tmp_path / "RESULTS.md").read_bytes()
+    picture = (tmp_path / "pictures" / "growth.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert page.main(given) == 0
+    assert (tmp_path / "RESULTS.md").read_bytes() == first
+    assert (tmp_path / "pictures" / "growth.png").read_bytes() == picture
+    text = first.decode()
+    for words in ("wrong: 0.02", "a\\|b", "| c 0.1.0 | fails |", "at most 1.3 gradients | 1.2 |",
+                  "0.50", "pictures/products.png"):  # fmt: skip
+        assert words in text
+
+
+def test_a_page_without_rows_or_from_no_file_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        page.main(["--folder", str(tmp_path)])
+    assert "fold some in with --rows" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        page.main(["--rows", str(tmp_path / "none.csv")])
+    assert "no file" in capsys.readouterr().err
+
+
+def test_the_committed_page_is_what_the_committed_rows_give(tmp_path):
+    own = ROOT / "benchmarks"
+    (tmp_path / "rows").mkdir()
+    for path in (own / "rows").iterdir():
+        (tmp_path / "rows" / path.name).write_bytes(path.read_bytes())
+    assert page.build(tmp_path).read_text() == (own / "RESULTS.md").read_text()
+    pictures = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert pictures == {path.name for path in (own / "pictures").iterdir()}
+
+
+def test_the_front_lists_every_subject_with_its_module(capsys):
+    assert front.main(["list"]) == 0
+    printed = capsys.readouterr().out
+    for name, subject in SUBJECTS.items():
+        assert name in printed
+        assert (ROOT / "benchmarks" / f"{name}.py").is_file()
+        assert set(subject.arguments) == set(subject.seconds) <= set(SIZES)
+    standard = sum(s.seconds.get("standard", 0) for s in SUBJECTS.values())
+    assert standard <= 13 * 60, "make bench has a quarter of an hour, set-up included"
+
+
+def test_the_front_runs_a_subject_and_ends_with_verdicts(tmp_path):
+    given = ["conformance", "--size", "small", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "benchmarks", *given], cwd=ROOT,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert f"== python -m {' '.join(command('conformance', 'small', str(tmp_path)))}" in done.stdout
+    assert f"{len(TARGETS)} targets: {len(TARGETS)} not measured here" in done.stdout
+    assert {one.subject for one in read_rows(tmp_path / "conformance.csv")} == {"conformance"}
+
+
+def test_the_front_refuses_unknown_subjects_and_leaves_out_what_does_not_fit(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        front.main(["projektion"])
+    assert "no subject 'projektion'; there are products" in capsys.readouterr().err
+    assert front.main(["--minutes", "0", "--size", "standard", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "left out: products (about" in printed
+    assert "budget (not at size standard)" in printed
+
+
+def test_verdicts_of_files_are_printed(tmp_path, capsys):
+    figure = TARGETS[0].figure
+    write_rows(tmp_path / "a.csv", [row(figure.subject, figure.contender, figure.metric,
+                                        figure.unit, figure.x[0], 1.0, threads=2)])  # fmt: skip
+    assert front.main(["verdicts", str(tmp_path / "a.csv")]) == 0
+    assert f"{len(TARGETS)} targets: 1 met" in capsys.readouterr().out
