@@ -18,6 +18,7 @@ operator that drifts, is noisy or is not symmetric.
 
 import math
 
+import numpy as np
 import torch
 from curvlab_kernels import ops
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from curvlab.eigen.space import Space
 from curvlab.probe import OperatorError
 
-CHUNK = 65536  # columns mixed at a time in float64 when the basis is compressed
+CHUNK = 16384  # columns mixed at a time in float64: they stay in the cache
 
 
 class Krylov:
@@ -47,7 +48,7 @@ class Krylov:
         self.space = space
         self.width = space.width
         self.eps = eps
-        self.rows = torch.zeros(capacity, ops.padded(self.width), dtype=dtype, device=device)
+        self.rows = _zeros(capacity, ops.padded(self.width), dtype, device)
         self.coupling = torch.zeros(capacity, capacity, dtype=torch.float64)
         self.aside = self.rows[:0].clone()
         self.aside_coupling = torch.zeros(0, capacity, dtype=torch.float64)
@@ -281,6 +282,13 @@ class Krylov:
         self.multiplied = p
         self.restarts += 1
         self.chained = False
+
+
+def _zeros(capacity: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose memory is touched, on a CPU, only when a row is written: many never are."""
+    if device.type != "cpu":
+        return torch.zeros(capacity, width, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros((capacity, width), str(dtype).removeprefix("torch.")))
 
 
 def mix_rows(rows: Tensor, mixing: Tensor, into: Tensor) -> None:

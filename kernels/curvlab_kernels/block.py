@@ -91,12 +91,16 @@ def normalise_(vector: Tensor, before: Tensor, m: int) -> Tensor:
     Args:
         before: The norm ``()`` that the vector had before it was projected against ``m`` rows.
     """
-    after = norm(vector)
-    independent = after > rank_tolerance(vector.dtype, m) * before
+    length = length_after(before, norm(vector), m, vector.dtype)
+    scale_(vector, length)
+    return length
+
+
+def length_after(before: Tensor, after: Tensor, m: int, dtype: torch.dtype) -> Tensor:
+    """The norm ``after`` projecting against ``m`` rows; 0 if what is left is rounding."""
+    independent = after > rank_tolerance(dtype, m) * before
     # A NaN is not hidden as a dependent vector: it stays NaN.
-    after = torch.where(after.isfinite() & ~independent, torch.zeros_like(after), after)
-    scale_(vector, after)
-    return after
+    return torch.where(after.isfinite() & ~independent, torch.zeros_like(after), after)
 
 
 def scale_(vectors: Tensor, norms: Tensor) -> None:

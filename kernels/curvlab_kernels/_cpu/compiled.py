@@ -168,3 +168,61 @@ def _subtract_and_accumulate(
 
 
 subtract_and_accumulate = compiled(_subtract_and_accumulate)
+
+
+def _squares(vector: Any, total: Any, start: int, stop: int) -> None:
+    """``total[0] += sum(vector[start:stop] ** 2)``, every product and sum in float64."""
+    part = vector[start:stop]
+    found = 0.0
+    for j in range(part.shape[0]):
+        element = np.float64(part[j])
+        found += element * element
+    total[0] += found
+
+
+squares = compiled(_squares)
+
+
+def _subtract_and_square(
+    rows: Any, weights: Any, vector: Any, total: Any, start: int, stop: int
+) -> None:
+    """``vector -= weights @ rows``, then ``total[0] += ||vector||^2``, a tile after the other."""
+    for low in range(start, stop, TILE):
+        high = min(low + TILE, stop)
+        subtract(rows, weights, vector, 0, low, high)
+        squares(vector, total, low, high)
+
+
+subtract_and_square = compiled(_subtract_and_square)
+
+
+def _recurrence(
+    previous: Any, last: Any, beta: Any, vector: Any, total: Any, start: int, stop: int
+) -> None:
+    """``total += (||vector||^2, last . v)`` with ``v = vector - beta previous``, which it becomes.
+
+    ``beta`` has the vector's dtype.
+    """
+    part, one, other = vector[start:stop], previous[start:stop], last[start:stop]
+    square, along = 0.0, 0.0
+    for j in range(part.shape[0]):
+        element = part[j]
+        square += np.float64(element) * np.float64(element)
+        element -= beta * one[j]
+        along += np.float64(other[j]) * np.float64(element)
+        part[j] = element
+    total[0] += square
+    total[1] += along
+
+
+recurrence = compiled(_recurrence)
+
+
+def _scale(vector: Any, factor: float, start: int, stop: int) -> None:
+    """``vector *= factor``, the factor not rounded to the vector's dtype before."""
+    part = vector[start:stop]
+    for j in range(part.shape[0]):
+        part[j] = np.float64(part[j]) * factor
+
+
+scale = compiled(_scale)

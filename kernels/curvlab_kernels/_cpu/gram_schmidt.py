@@ -1,17 +1,26 @@
 """Gram-Schmidt on a CPU: the basis is read three times for two passes over one vector.
 
 The second reading serves both passes: a chunk of columns is small enough to stay in the cache
-while the first pass is subtracted from it and the coefficients of the second are summed.
+while the first pass is subtracted from it and the coefficients of the second are summed. A Lanczos
+step reads the basis twice: its first pass is the three-term recurrence. Norms are taken on the way.
 """
 
 import torch
 from torch import Tensor
 
+from curvlab_kernels import block
+from curvlab_kernels._cpu import loops
 from curvlab_kernels._cpu.products import subtract, subtract_and_accumulate
 from curvlab_kernels._cpu.project import coefficients, project_
-from curvlab_kernels.block import norm, normalise_, orthonormalise_with_
+from curvlab_kernels.block import orthonormalise_with_
 
 __all__ = ["lanczos_step_", "norm", "orthonormalise_", "orthonormalise_block_"]
+
+
+def norm(vector: Tensor) -> Tensor:
+    """See :func:`curvlab_kernels.block.norm`; torch's own float64 sum is 15 times slower."""
+    fast = loops.choose_vector(vector)
+    return block.norm(vector) if fast is None else loops.squares(fast, vector).sqrt()
 
 
 def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,33 +28,64 @@ def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     before = norm(vector)
     removed = coefficients(rows, vector)
     again = subtract_and_accumulate(rows, removed, vector)
-    subtract(rows, None, again, [(0, vector)])
-    return removed + again, normalise_(vector, before, rows.shape[0])
+    after = _subtract(rows, again, vector)
+    return removed + again, _normalise_(vector, before, after, rows.shape[0])
 
 
 def lanczos_step_(
     rows: Tensor, vector: Tensor, previous_beta: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`curvlab_kernels.reference.lanczos_step_`."""
-    before = norm(vector)
     if previous_beta is None:
+        before = norm(vector)
         removed = coefficients(rows, vector)
         again = subtract_and_accumulate(rows, removed, vector)
+        passed = norm(vector)
     else:
         removed = vector.new_zeros(rows.shape[0], dtype=torch.float64)
         removed[-2] = previous_beta
-        subtract(rows[-2:-1], None, removed[-2:-1], [(0, vector)])
-        removed[-1:] = project_(rows[-1:], vector)
+        before, removed[-1], passed = _recurrence(rows, previous_beta, vector)
         again = coefficients(rows, vector)
-    passed = norm(vector)
-    subtract(rows, None, again, [(0, vector)])
+    after = _subtract(rows, again, vector)
     removed += again
-    if float(norm(vector)) ** 2 < 0.5 * float(passed) ** 2:
+    if float(after) ** 2 < 0.5 * float(passed) ** 2:
         removed += project_(rows, vector)
-    beta = normalise_(vector, before, rows.shape[0])
+        after = norm(vector)
+    beta = _normalise_(vector, before, after, rows.shape[0])
     return removed[-1], beta, removed
 
 
 def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:
     """See :func:`curvlab_kernels.reference.orthonormalise_block_`."""
     return orthonormalise_with_(lambda vectors: project_(rows, vectors), block, rows.shape[0])
+
+
+def _recurrence(rows: Tensor, beta: float, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Remove the last two rows; the norm before, the last coefficient, the norm after."""
+    fast = loops.choose(rows, [(0, vector)])
+    if fast is None:
+        before = norm(vector)
+        subtract(rows[-2:-1], None, torch.tensor([beta], dtype=torch.float64), [(0, vector)])
+        along = project_(rows[-1:], vector)[0]
+        return before, along, norm(vector)
+    square, along = loops.recurrence(fast, rows, beta, vector)
+    return square.sqrt(), along, _subtract(rows[-1:], along.reshape(1), vector)
+
+
+def _subtract(rows: Tensor, weights: Tensor, vector: Tensor) -> Tensor:
+    """``g -= M' c`` in place; the norm after it."""
+    fast = loops.choose(rows, [(0, vector)]) if rows.shape[0] else None
+    if fast is None:
+        subtract(rows, None, weights, [(0, vector)])
+        return norm(vector)
+    return loops.subtract_and_square(fast, rows, weights.to(vector.dtype), vector).sqrt()
+
+
+def _normalise_(vector: Tensor, before: Tensor, after: Tensor, m: int) -> Tensor:
+    fast = loops.choose_vector(vector)
+    length = block.length_after(before, after, m, vector.dtype)
+    if fast is None:
+        block.scale_(vector, length)
+    else:
+        loops.scale(fast, vector, 1.0 / float(length) if float(length) != 0.0 else 0.0)
+    return length

@@ -19,7 +19,8 @@ from curvlab_kernels._cpu import threads
 Piece = tuple[int, Tensor]  # the column at which it begins, and vectors (n,) or (b, n)
 
 SHORT = 1 << 19  # products up to which one call of torch costs less than starting the loops
-RESIDENT = 1 << 18  # elements of the basis that stay in the second-level cache
+TINY = 1 << 11  # elements of a vector for which torch costs less than the call of a loop
+RESIDENT = 1 << 17  # elements of the basis that stay in the second-level cache
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,13 @@ def choose(rows: Tensor, pieces: Sequence[Piece]) -> ModuleType | None:
     if rows.dtype == torch.float32 and rows.shape[0] * columns > SHORT:
         return _compiled("compiled")
     return None
+
+
+def choose_vector(vector: Tensor) -> ModuleType | None:
+    """The compiled loops for a vector alone; ``None`` where torch is the better or only way."""
+    if vector.dim() > 1 or not vector.is_contiguous() or vector.numel() < TINY:
+        return None
+    return _compiled("compiled")
 
 
 @functools.cache
@@ -97,6 +105,61 @@ def subtract_and_accumulate(
         loops.subtract_and_accumulate(stored, factors, numbers, sums, zero, width, start, stop)
 
     _spread(run, rows.shape[0], [(0, vector)], total)
+
+
+def squares(loops: ModuleType, vector: Tensor) -> Tensor:
+    """``||g||^2`` of a contiguous ``(n,)``, summed in float64: ``()``."""
+
+    def run(numbers: np.ndarray, sums: np.ndarray, _first: int, start: int, stop: int) -> None:
+        loops.squares(numbers, sums, start, stop)
+
+    return _summed(run, 1, vector)[0]
+
+
+def subtract_and_square(loops: ModuleType, rows: Tensor, weights: Tensor, vector: Tensor) -> Tensor:
+    """``g -= M' c`` for float32 rows, and ``||g||^2`` after it, ``()`` float64."""
+    stored, factors = rows.numpy(), weights.numpy()
+
+    def run(numbers: np.ndarray, sums: np.ndarray, _first: int, start: int, stop: int) -> None:
+        loops.subtract_and_square(stored, factors, numbers, sums, start, stop)
+
+    return _summed(run, 1, vector, rows.shape[0])[0]
+
+
+def recurrence(loops: ModuleType, rows: Tensor, beta: float, vector: Tensor) -> Tensor:
+    """``g -= beta m`` with ``m`` the last row but one.
+
+    Returns:
+        ``||g||^2`` before it, and the product of the last row with ``g`` after it: ``(2,)``.
+    """
+    previous, last = rows[-2].numpy(), rows[-1].numpy()
+    factor = previous.dtype.type(beta)
+
+    def run(numbers: np.ndarray, sums: np.ndarray, _first: int, start: int, stop: int) -> None:
+        loops.recurrence(previous, last, factor, numbers, sums, start, stop)
+
+    return _summed(run, 2, vector)
+
+
+def scale(loops: ModuleType, vector: Tensor, factor: float) -> None:
+    """``g *= factor``, a float64 number."""
+
+    def run(numbers: np.ndarray, _sums: np.ndarray, _first: int, start: int, stop: int) -> None:
+        loops.scale(numbers, factor, start, stop)
+
+    _spread(run, 1, [(0, vector)], None)
+
+
+def _summed(
+    run: Callable[[np.ndarray, np.ndarray, int, int, int], None],
+    sums: int,
+    vector: Tensor,
+    rows: int = 1,
+) -> Tensor:
+    """``sums`` float64 numbers over the whole of a vector, while ``rows`` rows are read."""
+    total = torch.zeros(max(sums, rows), dtype=torch.float64)
+    _spread(run, len(total), [(0, vector)], total)
+    return total[:sums]
 
 
 def _spread(

@@ -1,0 +1,165 @@
+"""What an eigensolver spends outside the operator: orthogonalisation, restarts, copies.
+
+    python -m benchmarks.orthogonalisation [--size small|full] [--out FILE.csv]
+
+Two measurements. Whole solves of a prescribed spectrum with the time inside the operator taken off,
+per product, against ARPACK on the same operator. And one full two-pass reorthogonalisation of a
+vector against 40 rows, in units of reading those rows four times (the least that two unfused passes
+can take), read with the same threads in the same run.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from curvlab_kernels import ops
+from torch import Tensor
+
+from benchmarks.eigensolver_contenders import Diagonal, ours, outliers, scipy_solver
+from benchmarks.measure import (
+    Row,
+    environment,
+    format_table,
+    interleave,
+    per_round_ratio,
+    quantiles,
+    row,
+    version_of,
+    write_rows,
+)
+from curvlab.eigen import lanczos
+from curvlab.probe import LinearOperator
+
+THREADS = 2
+SIZES = {"small": (100_000, 1_000_000), "full": (1_100_000, 12_500_000)}  # solve, reorthogonalise
+ROWS = 40
+
+
+class Timed:
+    """An operator that knows how long it has taken."""
+
+    def __init__(self, operator: LinearOperator) -> None:
+        self.operator = operator
+        self.n, self.dtype, self.device = operator.n, operator.dtype, operator.device
+        self.seconds = 0.0
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        began = time.perf_counter()
+        image = self.operator @ vectors
+        self.seconds += time.perf_counter() - began
+        return image
+
+
+def outside(solve: Callable[[], int], operator: Timed) -> float:
+    """Seconds per product that one solve spends outside the operator."""
+    operator.seconds, began = 0.0, time.perf_counter()
+    products = solve()
+    return (time.perf_counter() - began - operator.seconds) / products
+
+
+def solves(n: int, k: int, rounds: int) -> list[Row]:
+    """Time outside the operator, ours and ARPACK's, interleaved."""
+    plain: Diagonal = outliers(n)
+    operator = Timed(plain)
+    contenders = {
+        "lanczos": (version_of("curvlab"), ours(lanczos, operator, k)),
+        "lanczos, uncertified": (
+            version_of("curvlab"),
+            ours(lanczos, operator, k, multiplicity="skip"),
+        ),
+        "scipy eigsh": (version_of("scipy"), scipy_solver(lambda v: operator @ v, n, k)),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    counts: dict[str, int] = {}
+    for turn in range(rounds + 1):
+        for name, (_, solver) in contenders.items():
+
+            def solve(name: str = name, solver: Callable = solver) -> int:  # type: ignore[type-arg]
+                counts[name] = solver(1e-3)[2]
+                return counts[name]
+
+            seconds = outside(solve, operator)
+            if turn:
+                samples[name].append(seconds)
+    rows, lines = [], []
+    subject = f"orthogonalisation k={k}"
+    for name, (version, _) in contenders.items():
+        ratio = quantiles(per_round_ratio(samples[name], samples["scipy eigsh"]))
+        spread = quantiles([1e3 * value for value in samples[name]])
+        lines.append([name, version, str(counts[name]), f"{spread.p50:.2f}", f"{ratio.p50:.2f}"])
+        rows.append(row(subject, name, "outside", "ARPACK", f"n={n}", ratio, threads=THREADS))
+        rows.append(row(subject, name, "outside", "ms/product", f"n={n}", spread, threads=THREADS))
+        rows.append(
+            row(subject, name, "products", "products", f"n={n}", counts[name], threads=THREADS)
+        )
+    print(f"\noutside the operator: n = {n:,}, top {k} at relative residual 1e-3")
+    print(format_table(["solver", "version", "products", "ms per product", "of ARPACK"], lines))
+    return rows
+
+
+def reorthogonalisation(n: int, rounds: int) -> list[Row]:
+    """Two passes against ``ROWS`` rows, in units of four readings of them."""
+    generator = torch.Generator().manual_seed(0)
+    held = torch.randn(ROWS, ops.padded(n), generator=generator)
+    held[:, n:] = 0.0
+    held /= held.norm(dim=1, keepdim=True)  # nearly orthogonal, as random rows are
+    vector = torch.randn(n, generator=generator)
+    copy = vector.clone()
+
+    def read() -> None:
+        for _ in range(4):
+            held.sum()
+
+    def orthonormalise() -> None:
+        copy.copy_(vector)
+        ops.orthonormalise_(held[:, : ops.padded(n)], copy)
+
+    def step() -> None:
+        copy.copy_(vector)
+        ops.lanczos_step_(held, copy, 0.5)
+
+    def plain() -> None:
+        copy.copy_(vector)
+        for _ in range(2):
+            coefficients = held[:, :n] @ copy
+            copy.addmv_(held[:, :n].T, coefficients, alpha=-1)
+
+    calls = {"orthonormalise": orthonormalise, "lanczos step": step, "torch float32": plain}
+    seconds = interleave({"read": read, **calls}, rounds=rounds, threads=THREADS)
+    bandwidth = 16.0 * ROWS * n / quantiles(seconds["read"]).p50 / 1e9
+    rows, lines = [], []
+    for name in calls:
+        ratio = quantiles(per_round_ratio(seconds[name], seconds["read"]))
+        lines.append([name, f"{1e3 * quantiles(seconds[name]).p50:.0f}", f"{ratio.p50:.2f}"])
+        rows.append(row("reorthogonalisation m=40", name, "time", "4 reads of the basis",
+                        f"n={n}", ratio, threads=THREADS))  # fmt: skip
+    print(f"\ntwo passes against {ROWS} rows: n = {n:,}; one reading at {bandwidth:.1f} GB/s")
+    print(format_table(["way", "ms", "of four readings"], lines))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Row]:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.orthogonalisation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--k", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
+    default = Path("results") / "benchmarks" / "orthogonalisation.csv"
+    parser.add_argument("--out", type=Path, default=default)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(THREADS)
+    print(environment(THREADS))
+    solve_size, vector_size = SIZES[options.size]
+    rows = solves(solve_size, options.k, options.rounds)
+    rows += reorthogonalisation(vector_size, options.rounds)
+    print(f"rows: {write_rows(options.out, rows)}")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
