@@ -115,10 +115,12 @@ class Local:
     orthonormalise_block_ = staticmethod(ops.orthonormalise_block_)
     lanczos_step_ = staticmethod(ops.lanczos_step_)
     canonical_signs_ = staticmethod(canonical_signs_)
-    result = Eigenpairs
 
     def __init__(self, n: int) -> None:
         self.n = self.width = n
+
+    def result(self, **fields: Any) -> Eigenpairs:
+        return Eigenpairs(**fields)
 
     def normal(self, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         return torch.randn(self.n, generator=generator, dtype=dtype)

@@ -43,9 +43,21 @@ def unwrap(model: nn.Module) -> nn.Module:
         ):
             inner = model.module
         if not isinstance(inner, nn.Module):
+            _require_whole(model)
             return model
         log.info("curvature uses the module inside %s", type(model).__name__)
         model = inner
+
+
+def _require_whole(model: nn.Module) -> None:
+    """Raise if parameters are in shards: second derivatives do not pass through their gathering."""
+    sharded = any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+    if sharded or any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise TypeError(
+            "the model's parameters are in shards (FSDP or DTensor), and torch cuts the graph of "
+            "second derivatives where it gathers them. Make a plain model of the same code, fill "
+            "it with curvlab.distributed.fill(plain, model) on every rank, and use that"
+        )
 
 
 def modes(mode: Mode | Sequence[Mode] | None) -> frozenset[str]:
@@ -64,7 +76,7 @@ def training_flags(model: nn.Module, policies: frozenset[str]) -> dict[nn.Module
     flags = {m: m.training and "eval" not in policies for m in model.modules()}
     for name, module in model.named_modules():
         label = f"{name or 'the model'} ({type(module).__name__})"
-        if _drops(module) and flags[module] and "frozen masks" not in policies:
+        if drops(module) and flags[module] and "frozen masks" not in policies:
             raise ValueError(
                 f"{label} is in train mode, so every product would see another dropout mask. Call "
                 'model.eval(), or pass mode="eval" or mode="frozen masks"'
@@ -84,7 +96,8 @@ def training_flags(model: nn.Module, policies: frozenset[str]) -> dict[nn.Module
     return flags
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
+    """Whether the module is random in train mode."""
     if isinstance(module, _DropoutNd):
         return module.p > 0
     if isinstance(module, nn.MultiheadAttention):

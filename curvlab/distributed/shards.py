@@ -1,0 +1,254 @@
+"""Long vectors in shards: each rank holds an equal range of the elements, and sums what it must.
+
+Rank ``r`` holds elements ``r * width`` to ``(r + 1) * width``; beyond ``n`` there are zeros, so
+that every rank has tensors of the same shape. ``width`` is a multiple of 64 elements, the block
+that shares a scale in one-byte storage: a stored basis has the same scales on any number of ranks.
+What crosses between ranks is coefficients, squared norms and Gram matrices, in float64. A
+collective sum gives every rank the same bits, so all ranks take the same decisions.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from curvlab_kernels import ops
+from curvlab_kernels.algebra import rank_tolerance
+from curvlab_kernels.block import orthonormalise_with_, scale_
+from curvlab_kernels.formats import BLOCK
+from torch import Tensor
+
+from curvlab.distributed import files
+from curvlab.distributed.group import Group, current
+from curvlab.distributed.pairs import ShardedEigenpairs
+from curvlab.eigen.result import Eigenpairs
+
+
+def shard_width(n: int, ranks: int) -> int:
+    """Elements that each of ``ranks`` holds of a vector of ``n``."""
+    width = -(-n // (ranks * BLOCK)) * BLOCK
+    # A shard must not be mistaken for a whole vector, nor the other way round.
+    return width + BLOCK if ranks > 1 and width == n else width
+
+
+class Shards:
+    """How vectors of ``n`` elements are divided over the ranks; what solvers ask of them.
+
+    Args:
+        n: Elements of a whole vector.
+        group: The ranks; by default those of the job.
+
+    Attributes:
+        width: Elements of a shard, the same on every rank.
+        start: Position in the whole vector of this rank's first element.
+        held: How many of this rank's elements belong to the vector; the others are zero.
+    """
+
+    shared = True
+
+    def __init__(self, n: int, group: Group | None = None) -> None:
+        if n < 1:
+            raise ValueError(f"vectors have at least one element; got n={n}")
+        self.group = current(group)
+        self.n = n
+        self.width = shard_width(n, self.group.size)
+        self.start = min(self.group.rank * self.width, n)
+        self.held = min(self.width, n - self.start)
+
+    @property
+    def leads(self) -> bool:
+        return self.group.rank == 0
+
+    # Whole vectors and shards
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's shard ``(width,)`` or ``(b, width)`` of ``(n,)`` or ``(b, n)``; a copy."""
+        if whole.shape[-1] != self.n:
+            raise ValueError(f"whole vectors have {self.n} elements; got {tuple(whole.shape)}")
+        shard = whole.new_zeros((*whole.shape[:-1], self.width))
+        shard[..., : self.held] = whole[..., self.start : self.start + self.held]
+        return shard
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """The whole vectors ``(n,)`` or ``(b, n)`` on every rank, from their shards."""
+        self.require_shard(shard)
+        parts = self.group.gather(shard, "shards of a vector")
+        whole = parts.movedim(0, -2).reshape((*shard.shape[:-1], self.group.size * self.width))
+        return whole[..., : self.n].contiguous()
+
+    def take_list(self, tensors: Sequence[Tensor]) -> Tensor:
+        """This rank's shard ``(width,)`` of tensors that make one vector together, in order."""
+        total = sum(tensor.numel() for tensor in tensors)
+        if total != self.n:
+            raise ValueError(f"the tensors have {total} elements together; {self.n} were expected")
+        shard = tensors[0].new_zeros(self.width)
+        for piece, where in self._overlaps(tensors):
+            shard[where] = piece
+        return shard
+
+    def give_list(self, shard: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write the whole vector that the ranks' shards make into ``tensors``, on every rank."""
+        whole, first = self.gather(shard), 0
+        for tensor in tensors:
+            tensor.copy_(whole[first : first + tensor.numel()].view(tensor.shape))
+            first += tensor.numel()
+
+    def sum_list(self, tensors: Sequence[Tensor], weight: float = 1.0) -> Tensor:
+        """This rank's shard ``(width,)`` of ``weight * tensors``, added over the ranks.
+
+        With gradients and this rank's share of the samples this is the reduction of a data-parallel
+        step, at half the cost of giving every rank the whole sum.
+        """
+        parts = tensors[0].new_zeros(self.group.size * self.width)
+        torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=parts[: self.n])
+        parts *= weight
+        return self.group.sum_scatter(parts.view(self.group.size, self.width), "gradients")
+
+    def require_shard(self, vectors: Tensor) -> None:
+        """Raise unless ``vectors`` are shards ``(width,)`` or ``(b, width)``."""
+        if vectors.dim() not in (1, 2) or vectors.shape[-1] != self.width:
+            raise ValueError(
+                f"this takes shards of shape ({self.width},) or (b, {self.width}), rank "
+                f"{self.group.rank}'s part of vectors of {self.n} elements; got "
+                f"{tuple(vectors.shape)}. Shards.take cuts one out of a whole vector"
+            )
+
+    def _overlaps(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, slice]]:
+        """Parts of ``tensors`` that this rank holds, and where in its shard."""
+        found, first, stop = [], 0, self.start + self.held
+        for tensor in tensors:
+            low, high = max(first, self.start), min(first + tensor.numel(), stop)
+            if low < high:
+                piece = tensor.detach().reshape(-1)[low - first : high - first]
+                found.append((piece, slice(low - self.start, high - self.start)))
+            first += tensor.numel()
+        return found
+
+    # Kernels: the same as curvlab_kernels.ops, summed over ranks
+
+    def total(self, parts: Tensor) -> Tensor:
+        """Sum float64 ``parts`` over the ranks."""
+        return self.group.sum_(parts.contiguous(), "coefficients")
+
+    def coefficients(self, rows: Tensor, vectors: Tensor) -> Tensor:
+        """``M g``: ``(m,)`` or ``(b, m)``, float64."""
+        return self.total(ops.coefficients(rows, vectors))
+
+    def norm(self, vectors: Tensor) -> Tensor:
+        """Norms ``()`` or ``(b,)``, float64."""
+        return self.total(ops.norm(vectors).square()).sqrt()
+
+    def project_(self, rows: Tensor, vectors: Tensor) -> Tensor:
+        """Remove orthonormal ``rows`` from ``vectors`` in place; returns the coefficients."""
+        removed = self.coefficients(rows, vectors)
+        ops.apply_(rows, removed, vectors)
+        return removed
+
+    def orthonormalise_(self, rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Two passes of Gram-Schmidt and the norm, in three sums; see the kernel."""
+        removed, before = self._pass_(rows, vector)
+        again, _ = self._pass_(rows, vector)
+        return removed + again, self._normalise_(vector, before, rows.shape[0])
+
+    def lanczos_step_(
+        self, rows: Tensor, vector: Tensor, previous_beta: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The three-term recurrence and a full pass, in three sums; see the kernel."""
+        removed = vector.new_zeros(rows.shape[0], dtype=torch.float64)
+        before = ops.norm(vector).square()
+        removed[-2] = previous_beta
+        ops.apply_(rows[-2:-1], removed[-2:-1], vector)
+        both = self.total(torch.cat([ops.coefficients(rows[-1:], vector), before.reshape(1)]))
+        removed[-1] = both[0]
+        ops.apply_(rows[-1:], removed[-1:], vector)
+        again, passed = self._pass_(rows, vector)
+        removed += again
+        # what the pass left, by Pythagoras: only asked whether it is most of the vector
+        if float(passed**2 - again.square().sum()) < 0.5 * float(passed) ** 2:
+            removed += self._pass_(rows, vector)[0]
+        beta = self._normalise_(vector, both[1].sqrt(), rows.shape[0])
+        return removed[-1], beta, removed
+
+    def orthonormalise_block_(self, rows: Tensor, block: Tensor) -> Tensor:
+        """Cholesky QR of ``block`` ``(b, width)`` against rows and itself; which were kept."""
+        return orthonormalise_with_(
+            lambda vectors: self.project_(rows, vectors), block, rows.shape[0], 0.0, self.total
+        )
+
+    def _pass_(self, rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Remove ``rows`` from ``vector``; the coefficients, and the norm before. One sum."""
+        square = ops.norm(vector).square().reshape(1)
+        both = self.total(torch.cat([ops.coefficients(rows, vector), square]))
+        removed = both[:-1].contiguous()
+        ops.apply_(rows, removed, vector)
+        return removed, both[-1].sqrt()
+
+    def _normalise_(self, vector: Tensor, before: Tensor, m: int) -> Tensor:
+        """Scale to unit norm; a vector that is only rounding becomes zero, and so its norm."""
+        after = self.norm(vector)
+        dependent = after.isfinite() & ~(after > rank_tolerance(vector.dtype, m) * before)
+        after = torch.where(dependent, torch.zeros_like(after), after)
+        scale_(vector, after)
+        return after
+
+    # What else a solver asks of its vectors
+
+    def normal(self, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        """A shard of the vector that one process would draw."""
+        return self.take(torch.randn(self.n, generator=generator, dtype=dtype))
+
+    def signs(self, generator: torch.Generator, count: int) -> Tensor:
+        """Shards ``(count, width)`` of random signs, drawn one vector at a time."""
+        draws = [torch.randint(2, (self.n,), generator=generator) for _ in range(count)]
+        return torch.stack([self.take(2 * draw - 1) for draw in draws])
+
+    def canonical_signs_(self, vectors: Tensor) -> Tensor:
+        """Flip rows so that the element of largest magnitude in the whole vector is positive."""
+        if vectors.numel():
+            local = vectors.gather(1, vectors.abs().argmax(dim=1, keepdim=True)).flatten()
+            largest = self.group.gather(local, "signs")  # (ranks, k)
+            owner = largest.abs().argmax(dim=0, keepdim=True)
+            vectors[largest.gather(0, owner).flatten() < 0] *= -1
+        return vectors
+
+    def digest(self, rows: Tensor | None) -> str:
+        """A sum over the elements' bits and places, which does not depend on the division."""
+        if rows is None:
+            return ""
+        bits = rows.detach().cpu().to(torch.float64).contiguous().view(torch.int64)
+        k = rows.shape[0]
+        place = (
+            torch.arange(self.start, self.start + self.width) + self.n * torch.arange(k)[:, None]
+        )
+        place = place * 2_654_435_761 + 0x5851F42D4C957F2D  # int64 wraps around, as it should
+        mixed = (bits * place).sum().reshape(1)
+        return f"{int(self.group.sum_(mixed, 'a digest')) & (2**64 - 1):016x}"
+
+    def exists(self, path: Path) -> bool:
+        """Whether every rank sees a saved state; raises if only some do."""
+        return files.exists(self, path)
+
+    def save(
+        self,
+        path: Path,
+        kind: str,
+        rows: Mapping[str, Tensor],
+        others: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Write shards to the folder ``path``; the state before is replaced when all is written."""
+        files.save(self, path, kind, rows, others, facts)
+
+    def load(self, path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """This rank's columns of what any number of ranks saved."""
+        return files.load(self, path, kind)
+
+    def result(self, **fields: Any) -> Eigenpairs:
+        return ShardedEigenpairs(shards=self, **fields)
+
+    def __repr__(self) -> str:
+        share = 100.0 * self.held / self.n
+        return (
+            f"Shards(n={self.n}, rank {self.group.rank} of {self.group.size} holds {self.held} "
+            f"elements, {share:.1f} %)"
+        )
