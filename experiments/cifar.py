@@ -55,15 +55,27 @@ VIT_100 = Network("ViT", Training(
 
 
 def measure(networks: Sequence[Network], seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
-    """Test accuracies ``[t][o]``, o <= t, and the directions in memory after each task, by row."""
+    """By row: test accuracies ``[t][o]``, o <= t; directions in memory after each task; P."""
     metrics: dict[int, Metrics] = {seed: {} for seed in seeds}
     for row, training in rows_of(networks).items():
         for run in shelf.runs(training, seeds):
             metrics[run.seed][row] = {
                 "accuracy": lower_rows(run.test_accuracy),
                 "directions": [note.get("directions", 0) for note in run.notes],
+                "parameters": run.initial.numel(),
             }
     return metrics
+
+
+def caption(networks: Sequence[Network], metrics: BySeed) -> str:
+    """What a table's title says of the networks and their training."""
+    first = next(iter(metrics.values()))
+    return "; ".join(
+        f"{one.name} of {first[next(iter(one.rows()))]['parameters']:,} parameters, "
+        f"{one.training.train or 'all'} images a task, rates {one.training.rates}, epochs "
+        f"{one.training.epochs}"
+        for one in networks
+    )
 
 
 def accuracies(metrics: BySeed, row: str) -> Tensor:

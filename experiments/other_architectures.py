@@ -13,7 +13,16 @@ from torch import Tensor
 
 from curvlab.metrics import Norm, accuracy_forgetting, average_forgetting, current_accuracy
 from experiments import cifar10
-from experiments.cifar import RESNET_100, VIT_100, Network, accuracies, measure, ordered, rows_of
+from experiments.cifar import (
+    RESNET_100,
+    VIT_100,
+    Network,
+    accuracies,
+    caption,
+    measure,
+    ordered,
+    rows_of,
+)
 from experiments.experiment import BySeed, Experiment
 from experiments.shelf import Shelf
 from experiments.tables import Claim, Metrics, Table
@@ -59,7 +68,11 @@ def tables(config: Config, metrics: BySeed) -> list[Table]:
         for column in (name, *(f"{norm} {name}" for norm in NORMS if norm != PUBLISHED[name]),
                        f"a_tt {name}")
     ]  # fmt: skip
-    found = Table("tab:other-arch", "forgetting of accuracy over a whole stream", tuple(columns))
+    what = "; ".join(
+        f"{name}: {caption(nets, {seed: one[name] for seed, one in metrics.items()})}"
+        for name, nets in config.streams().items()
+    )
+    found = Table("tab:other-arch", f"forgetting over a whole stream; {what}", tuple(columns))
     for name, matrices in matrices_of(config, metrics).items():
         for row, accuracy in matrices.items():
             lost = accuracy_forgetting(accuracy)
@@ -103,5 +116,10 @@ EXPERIMENT = Experiment(
     trainings=lambda config: [
         training for nets in config.streams().values() for training in rows_of(nets).values()
     ],
-    cost={},
+    cost={
+        "demo": "2 min, shared with Table:forg-C10-extended",
+        "scaled": "20 min on 2 cores, shared with Table:forg-C10-extended",
+        "full": "about 24 h on one A100 with 80 GB, 19 GB of them for SGD-dagger's memory; needs "
+        "the files of CIFAR-100 (estimate, not run)",
+    },
 )

@@ -103,14 +103,21 @@ def _top(
 
 def _not_run(experiments: Iterable[Experiment]) -> Markup:
     """The commands that would fill the gaps, at the smallest size that there is."""
-    items = []
-    for one in experiments:
-        size = next(size for size in SIZES if size in one.sizes)
-        command = f"python -m experiments run {shlex.quote(one.label)} --size {size}"
-        cost = one.cost.get(size)
-        items.append(tag("li", tag("code", command), f" ({cost})" if cost else None))
+    smallest = [(one, next(size for size in SIZES if size in one.sizes)) for one in experiments]
+    items = [tag("li", _command(one, size)) for one, size in smallest]
     note = f"{_count(len(items), 'experiment')} not run: the commands"
     return tag("details", tag("summary", note), tag("ul", *items))
+
+
+def _command(experiment: Experiment, size: str) -> Markup:
+    """What to type for one size, and what it costs."""
+    command = f"python -m experiments run {shlex.quote(experiment.label)} --size {size}"
+    cost = experiment.cost.get(size)
+    return joined([tag("code", command), f" ({cost})" if cost else None])
+
+
+def _papers_size(experiment: Experiment) -> Markup:
+    return tag("p", "The paper's size: ", _command(experiment, "full"), class_="soft")
 
 
 def _verdict(experiment: Experiment, found: list[Finding]) -> list[object]:
@@ -146,6 +153,7 @@ def _section(experiment: Experiment, found: list[Finding], pictures: Mapping[str
         tag("h2", ", ".join(experiment.labels), " ",
             tag("span", f"{first.size}, {_count(len(first.results), 'seed')}", class_="badge")),
         tag("p", experiment.what),
+        _papers_size(experiment) if first.size != "full" and "full" in experiment.sizes else None,
         *_body(first, pictures),
         *folded,
         id=first.anchor,

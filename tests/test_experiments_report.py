@@ -140,7 +140,9 @@ def test_ours_stands_beside_the_papers_with_the_command_that_made_it(tmp_path):
 def test_numbers_of_smaller_sizes_are_not_called_near(tmp_path):
     store, one = Store(tmp_path / "r"), experiment()
     add(store, one, "scaled")
-    assert "≈" not in page(store, tmp_path / "out", one)[0]
+    text, read = page(store, tmp_path / "out", one)
+    assert "≈" not in text
+    assert f"python -m experiments run {PAPER} --size full" in read.texts
 
 
 def test_of_several_sizes_the_largest_is_shown_and_the_others_are_folded(tmp_path):
