@@ -1,13 +1,14 @@
 """Did it get worse? Two revisions side by side, decided by counts and errors.
 
-    python -m benchmarks compare BASE HEAD [--parts products ...] [--rounds 2] [--time] [--all]
+    python -m benchmarks compare BASE HEAD [--parts products ...] [--plain] [--time] [--all]
 
 BASE and HEAD are git revisions, folders with a checkout (``.`` is the working tree), or two files
 of rows. Revisions are unpacked into a temporary folder and :mod:`benchmarks.guard`, as it is here,
 runs on both in turn, round by round, so that both see the same machine. A row is worse if it passes
 its threshold below; the exit code is then 1. Counts decide: products, operators, bytes, errors,
 leaks, residuals. They are the same on every run, so this does not flake on a busy machine. Time is
-shown, and decides only with ``--time``.
+shown, and decides only with ``--time``. ``--plain`` leaves the compiled loops out: nothing
+has to be compiled for a fresh folder, and torch's operators take their place, which are counted.
 """
 
 import argparse
@@ -122,7 +123,7 @@ def _medians(rows: Iterable[Row]) -> dict[Key, float]:
 
 
 def measured(
-    base: str, head: str, rounds: int, parts: Sequence[str]
+    base: str, head: str, rounds: int, parts: Sequence[str], *, plain: bool = False
 ) -> tuple[list[Row], list[Row]]:
     """Rows of both, from files or by running the guard on both in turn."""
     if base.endswith(SUFFIXES) and head.endswith(SUFFIXES):
@@ -139,7 +140,7 @@ def measured(
                 order = [("base", old), ("head", new)]
                 for side, tree in order[:: 1 if turn % 2 == 0 else -1]:
                     print(f"round {turn + 1}, {side}", file=sys.stderr, flush=True)
-                    found[side] += guarded(tree, folder, parts)
+                    found[side] += guarded(tree, folder, parts, plain)
     labels = {"base": base, "head": head}
     sides = ([replace(e, commit=labels[side]) for e in found[side]] for side in ("base", "head"))
     return next(sides), next(sides)
@@ -169,13 +170,14 @@ def checkout(what: str, folder: Path) -> Iterator[Path]:
     yield folder
 
 
-def guarded(tree: Path, folder: Path, parts: Sequence[str]) -> list[Row]:
+def guarded(tree: Path, folder: Path, parts: Sequence[str], plain: bool) -> list[Row]:
     """Rows of the guard, as it is here, on the curvlab of ``tree``."""
     if not (tree / "curvlab").is_dir():
         raise ValueError(f"{tree} has no folder curvlab: it is not a checkout of this project")
     out = folder / "rows.csv"
     path = os.pathsep.join(str(p) for p in (folder / "tools", tree, tree / "kernels"))
-    script = (
+    script = "import sys; sys.modules['numba'] = None\n" if plain else ""
+    script += (
         "import sys, pathlib, curvlab, benchmarks.guard as guard\n"
         "tree = pathlib.Path(sys.argv[1]).resolve()\n"
         "where = pathlib.Path(curvlab.__file__).resolve()\n"
@@ -239,12 +241,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=1, help="more only make times steadier")
     parser.add_argument("--time", action="store_true", help="time decides too: a quiet machine")
+    parser.add_argument("--plain", action="store_true", help="without the compiled loops")
     parser.add_argument("--all", action="store_true", help="show what did not change, too")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1; got {options.rounds}")
     try:
-        base, head = measured(options.base, options.head, options.rounds, options.parts)
+        base, head = measured(
+            options.base, options.head, options.rounds, options.parts, plain=options.plain
+        )
     except ValueError as reason:
         parser.error(str(reason))
     found = changes(base, head)

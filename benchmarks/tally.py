@@ -6,7 +6,7 @@
 
 ``moved`` are the bytes of all tensors that torch operators read and made, views aside: the traffic
 if nothing stayed in a cache. Compiled loops of ``curvlab_kernels`` are not torch operators; each
-call of a kernel counts in ``kernels`` with the bytes of what it was given.
+call of a CPU kernel counts in ``kernels`` with the bytes of what it was given.
 """
 
 import functools
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from curvlab_kernels import ops
+from curvlab_kernels import _cpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 KERNELS = (
     "apply_",
     "coefficients",
-    "combine",
     "lanczos_step_",
     "norm",
     "orthonormalise_",
@@ -53,10 +52,10 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "Tally":
         for name in KERNELS:
-            original = getattr(ops, name, None)
+            original = getattr(_cpu, name, None)
             if original is not None:  # an older revision may not have it
                 self._originals[name] = original
-                setattr(ops, name, self._counting(original))
+                setattr(_cpu, name, self._counting(original))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -68,7 +67,7 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
         for name, original in self._originals.items():
-            setattr(ops, name, original)
+            setattr(_cpu, name, original)
         self._originals.clear()
 
     def _counting(self, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -147,8 +147,8 @@ def measured(repository):
     """Rows of the guard: good and slow, then good again and blunt."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(repository)
-        good, slow = compare.measured("good", "slow", 1, ["solvers", "memory"])
-        again, blunt = compare.measured("good", "blunt", 1, ["memory"])
+        good, slow = compare.measured("good", "slow", 1, ["solvers", "memory"], plain=True)
+        again, blunt = compare.measured("good", "blunt", 1, ["memory"], plain=True)
     return {"good": good, "slow": slow, "again": again, "blunt": blunt}
 
 
