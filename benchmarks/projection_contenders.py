@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,7 +67,11 @@ class Problem:
         """``|Q g'| / |g'|`` after ``project`` changed a copy of the gradient."""
         changed = self.gradient.clone()
         project(changed)
-        inside = reference.coefficients(self.rows, changed.double())
+        # a span at a time: float64 copies of all rows would be twice as large as they are
+        inside = torch.zeros(self.m, dtype=torch.float64)
+        for start in range(0, self.n, 1 << 20):
+            span = slice(start, min(start + (1 << 20), self.n))
+            inside += self.rows[:, span].double() @ changed[span].double()
         return float(inside.norm() / reference.norm(changed))
 
 
@@ -170,20 +175,25 @@ def gpm_matrices(given: Problem) -> Contender:
     return Contender("GPM's dense matrices", project, moved, flops, leak, ours=False)
 
 
-def contenders(given: Problem, folder: Path, *, whole: bool = True) -> Iterator[Contender]:
-    """All but the baseline, one at a time; if not ``whole``, curvlab's in memory only."""
-    yield curvlab(given, torch.float32)
-    yield curvlab_list(given)
+def contenders(
+    given: Problem, folder: Path, *, whole: bool = True
+) -> Iterator[Callable[[], Contender]]:
+    """What builds each, the baseline aside; if not ``whole``, curvlab's in memory only.
+
+    Builders, so that one basis can be gone before the next is made: they are gigabytes.
+    """
+    yield lambda: curvlab(given, torch.float32)
+    yield lambda: curvlab_list(given)
     for dtype in NARROW:
-        yield curvlab(given, dtype)
+        yield partial(curvlab, given, dtype)
     if not whole:
         return
-    yield curvlab(given, torch.float32, PinnedHost(), " in host memory, in pieces")
-    yield curvlab(given, torch.float32, MappedFile(folder), " in a file")
-    yield curvlab(given, torch.int8, MappedFile(folder), " in a file")
-    yield torch_columns(given)
-    yield python_loop(given)
-    yield gpm_matrices(given)
+    yield lambda: curvlab(given, torch.float32, PinnedHost(), " in host memory, in pieces")
+    yield lambda: curvlab(given, torch.float32, MappedFile(folder), " in a file")
+    yield lambda: curvlab(given, torch.int8, MappedFile(folder), " in a file")
+    yield lambda: torch_columns(given)
+    yield lambda: python_loop(given)
+    yield lambda: gpm_matrices(given)
 
 
 def stored(given: Problem, dtype: torch.dtype, tier: Tier | None) -> Basis:
