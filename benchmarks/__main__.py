@@ -25,8 +25,9 @@ from benchmarks.subjects import SIZES, SUBJECTS, Size, command
 
 def run(names: Sequence[str], size: Size, out: Path, minutes: float) -> int:
     """Measure the subjects in turn, print the verdicts, and return the exit code."""
-    from benchmarks import verdicts
+    from benchmarks import peers, verdicts
 
+    print(peers.summary())
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     rows: list[Row] = []

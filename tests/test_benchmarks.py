@@ -268,6 +268,8 @@ def test_the_front_refuses_unknown_subjects_and_leaves_out_what_does_not_fit(tmp
     assert "no subject 'projektion'; there are products" in capsys.readouterr().err
     assert front.main(["--minutes", "0", "--size", "standard", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
+    assert printed.startswith("peers: ")
+    assert "scipy" in printed.splitlines()[0]
     assert "left out: products (about" in printed
     assert "budget (not at size standard)" in printed
 

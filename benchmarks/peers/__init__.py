@@ -9,12 +9,33 @@ import importlib
 from importlib import util
 from types import ModuleType
 
+from benchmarks.measure import version_of
+
 NAMES = {  # adapter -> what has to be importable
     "curvlinops": "curvlinops",
     "hessian_eigenthings": "hessian_eigenthings",
     "py_hessian": "pyhessian",
     "jax_products": "jax",
 }
+
+
+DISTRIBUTIONS = (
+    "curvlinops-for-pytorch",
+    "hessian-eigenthings",
+    "PyHessian",
+    "jax",
+    "scipy",
+    "primme",
+)
+
+
+def summary() -> str:
+    """Which other tools are here, with their versions, and which are not."""
+    versions = {name: version_of(name) for name in DISTRIBUTIONS}
+    found = [f"{name} {version}" for name, version in versions.items() if version]
+    absent = [name for name, version in versions.items() if not version]
+    words = f"peers: {', '.join(found) or 'none'}"
+    return f"{words}; not installed: {', '.join(absent)}" if absent else words
 
 
 def installed(network: str | None = None, kind: str = "hessian") -> list[ModuleType]:
