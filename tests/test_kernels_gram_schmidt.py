@@ -4,6 +4,8 @@ import pytest
 import torch
 from curvlab_kernels import _cpu, reference
 
+from benchmarks.measure import peak_memory
+
 ORTHOGONAL = {torch.float32: 5e-7, torch.float64: 2e-13}  # spectral norm of Q Q' - I
 SEEN = {torch.float32: 4e-6, torch.float64: 1e-12}  # relative norm that a block may lose
 FACES = [reference, _cpu]
@@ -247,3 +249,11 @@ def test_a_thick_restart_goes_on_with_every_coupling(kernels, generator):
     assert float(beta) > 0
     assert departure(restarted[:, :n]) <= 1e-13
     assert (matrix @ restarted[0, :n] - ritz[-keep] * restarted[0, :n]).norm() <= 1.0
+
+
+def test_a_block_is_orthonormalised_in_its_own_memory(generator):
+    block = torch.randn(32, 1_000_000, generator=generator)
+    rows = block.new_zeros(0, block.shape[1])
+    _cpu.orthonormalise_block_(rows[:, :64], block[:, :64].clone())  # loads what loads on first use
+    extra = peak_memory(lambda: _cpu.orthonormalise_block_(rows, block), threads=1)
+    assert extra < 0.5 * block.nbytes  # a float64 copy would be twice the block

@@ -81,8 +81,10 @@ def orthonormalise_with_(
 
 def norm(vector: Tensor) -> Tensor:
     """Euclidean norm of ``(n,)`` or of every row of ``(b, n)``, accumulated in float64."""
-    length: Tensor = torch.linalg.vector_norm(vector, dim=-1, dtype=torch.float64)
-    return length
+    # a chunk at a time: torch would copy the whole of a float32 tensor to float64
+    chunks = torch.split(vector, CHUNK, -1)
+    norms = [torch.linalg.vector_norm(chunk, dim=-1, dtype=torch.float64) for chunk in chunks]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
 
 
 def normalise_(vector: Tensor, before: Tensor, m: int) -> Tensor:
@@ -106,8 +108,9 @@ def length_after(before: Tensor, after: Tensor, m: int, dtype: torch.dtype) -> T
 def scale_(vectors: Tensor, norms: Tensor) -> None:
     """Divide every row by its norm in place; a row whose norm is zero becomes zero."""
     factors = torch.where(norms == 0, 0.0, 1.0 / torch.where(norms == 0, 1.0, norms))
-    # Not a 0-d tensor: those would be rounded to float32 before the product.
-    vectors.mul_(factors.unsqueeze(-1))
+    for columns in torch.split(vectors, CHUNK, -1):  # torch takes a copy in float64 of each
+        # Not a 0-d tensor: those would be rounded to float32 before the product.
+        columns.mul_(factors.unsqueeze(-1))
 
 
 def gram(rows: Tensor) -> Tensor:
