@@ -21,6 +21,8 @@ from curvlab.eigen.source import Source, as_operator
 from curvlab.probe import OperatorError
 from curvlab.storage import load_tensors, save_tensors
 
+CHECKPOINT = "density checkpoint"
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -108,9 +110,22 @@ class Density:
 
 
 def spectral_density(
-    operator: Source, *, probes: int = 8, steps: int = 60, seed: int = 0
+    operator: Source,
+    *,
+    probes: int = 8,
+    steps: int = 60,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
 ) -> Density:
-    """Stochastic Lanczos quadrature with ``probes * steps`` products (and the probe's four)."""
+    """Stochastic Lanczos quadrature with ``probes * steps`` products (and the probe's four).
+
+    Args:
+        probes: Random vectors.
+        steps: Products with each.
+        seed: Of the vectors.
+        checkpoint: A file, replaced after every vector; if it exists, its vectors are not done
+            again. It must come from the same arguments.
+    """
     products = Products(as_operator(operator), None)
     _check_positive(probes=probes, steps=steps)
     products.probe(None, seed)
@@ -118,11 +133,37 @@ def spectral_density(
     generator = torch.Generator().manual_seed(seed)
     nodes = torch.zeros(probes, steps, dtype=torch.float64)
     weights = torch.zeros(probes, steps, dtype=torch.float64)
+    asked = {"n": products.n, "probes": probes, "steps": steps, "seed": seed}
+    done = 0 if checkpoint is None else _resume(Path(checkpoint), asked, nodes, weights, products)
     for row in range(probes):
-        values, shares = _quadrature(products, _random(products, generator), steps)
+        start = _random(products, generator)
+        if row < done:
+            continue
+        values, shares = _quadrature(products, start, steps)
         nodes[row, : len(values)], weights[row, : len(values)] = values, shares
         nodes[row, len(values) :] = values[-1]  # the run ended early: pad with weight zero
+        if checkpoint is not None:
+            facts = {"asked": asked, "done": row + 1, "products": products.count}
+            save_tensors(checkpoint, CHECKPOINT, {"nodes": nodes, "weights": weights}, facts)
     return Density(nodes, weights, products.n, products.count)
+
+
+def _resume(
+    path: Path, asked: dict[str, int], nodes: Tensor, weights: Tensor, products: Products
+) -> int:
+    """Fill in the finished rows of a checkpoint; returns how many there are."""
+    if not path.exists():
+        return 0
+    tensors, facts = load_tensors(path, CHECKPOINT)
+    if facts["asked"] != asked:
+        raise ValueError(
+            f"{path} is a checkpoint of another density ({facts['asked']}, asked for {asked}): "
+            "delete it, or ask for the same"
+        )
+    nodes.copy_(tensors["nodes"])
+    weights.copy_(tensors["weights"])
+    products.count = facts["products"]
+    return int(facts["done"])
 
 
 def trace(operator: Source, *, probes: int = 48, seed: int = 0) -> Estimate:

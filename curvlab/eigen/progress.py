@@ -19,7 +19,9 @@ class Progress:
         self.width = 0
         self.latest = 0.0
 
-    def update(self, products: int, found: int, wanted: int, note: str = "") -> None:
+    def update(
+        self, products: int, found: int, wanted: int, note: str = "", unit: str = "pairs"
+    ) -> None:
         """Show the present state."""
         now = time.monotonic()
         if not self.shown or now - self.latest < 0.1:
@@ -27,7 +29,8 @@ class Progress:
         self.latest = now
         filled = round(20 * found / max(1, wanted))
         bar = "#" * filled + "." * (20 - filled)
-        line = f"{self.label} [{bar}] {found} of {wanted} pairs, {products} products {note}"
+        made = "" if unit == "products" else f", {products} products"
+        line = f"{self.label} [{bar}] {found} of {wanted} {unit}{made} {note}"
         self.stream.write("\r" + line.ljust(self.width))
         self.stream.flush()
         self.width = len(line)

@@ -249,7 +249,7 @@ class Curvature(Operator):
         # the copied parameters, a float64 sum, and the vectors of a probe or a small solver
         room = budget - held - self.n * (7 * element + 8)
         samples = None if problem.whole else problem.batches.samples
-        cost = self._cost(samples, room)
+        cost = self.cost = self._cost(samples, room)
         if samples is None:
             size, units = None, 1
         elif isinstance(chunk, int):

@@ -1,0 +1,189 @@
+"""The arguments of each verb. Nothing here imports torch: ``--help`` must be quick."""
+
+import re
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable
+
+CURVATURES = ("hessian", "ggn", "fisher", "empirical-fisher", "functional")
+DTYPES = ("float32", "float64")
+SUFFIXES = (".png", ".svg", ".pdf")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def eig(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("--k", type=whole(1), default=10, help="how many pairs (10)")
+    parser.add_argument("--tol", type=between(0.0, 1.0), default=1e-3, help="residual (1e-3)")
+    parser.add_argument("--which", choices=("LM", "LA", "SA", "both"), default="LM")
+    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--max-products", type=whole(1), help="end after so many products")
+    parser.add_argument("--deflate", metavar="FILE", help="leave out a saved basis or eigenpairs")
+    _output(parser, "eig.safetensors")
+
+
+def density(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("--probes", type=whole(1), default=8, help="random vectors (8)")
+    parser.add_argument("--steps", type=whole(1), default=60, help="products with each (60)")
+    parser.add_argument("--seed", type=whole(0), default=0)
+    _output(parser, "density.safetensors")
+
+
+def trace(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("--probes", type=whole(1), default=48, help="products (48)")
+    parser.add_argument("--seed", type=whole(0), default=0)
+
+
+def compare(parser: ArgumentParser) -> None:
+    parser.add_argument("first", metavar="FIRST", help="a saved basis or eigenpairs")
+    parser.add_argument("second", metavar="SECOND", help="another, of the same parameters")
+    _pictures(parser)
+
+
+def plot(parser: ArgumentParser) -> None:
+    parser.add_argument("files", metavar="FILE", nargs="+", help="eigenpairs, density or runs")
+    _pictures(parser, required=True)
+
+
+def doctor(parser: ArgumentParser) -> None:
+    _model(parser)
+
+
+def plan(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("--k", type=whole(1), default=10, help="pairs (10)")
+    parser.add_argument("--tol", type=between(0.0, 1.0), default=1e-3)
+    parser.add_argument("--tasks", type=whole(1), default=1, help="tasks the memory M is to hold")
+    parser.add_argument("--memory", type=size, help="bytes there are, such as 8G (what is free)")
+    parser.add_argument(
+        "--counted",
+        action="store_true",
+        help="count operations on a model without memory in place of measuring one batch",
+    )
+    parser.add_argument("--machine", metavar="NAME", help="with --counted: a100, h100, cpu, ...")
+    parser.add_argument("--ranks", type=whole(1), default=1, help="processes that share the work")
+    parser.add_argument("--bandwidth", type=size, help="bytes per second between ranks")
+
+
+def profile(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("--rows", type=whole(1), default=20, help="of the projected basis (20)")
+    parser.add_argument("--rounds", type=whole(1), default=5)
+
+
+def bench(parser: ArgumentParser) -> None:
+    parser.add_argument("rest", nargs="*", help="passed on to python -m benchmarks; after --")
+
+
+def demo(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", default="demo", help="folder for files and pictures (demo)")
+
+
+def rerun(parser: ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="written by curvlab eig or curvlab density")
+
+
+def version(parser: ArgumentParser) -> None:
+    """No arguments of its own."""
+    del parser
+
+
+def _model(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("model and data")
+    spec = "module:function or file.py:function, called without arguments"
+    group.add_argument("--model", required=True, type=factory, help=f"{spec}: an nn.Module")
+    group.add_argument("--data", required=True, type=factory, help=f"{spec}: batches or a loader")
+    group.add_argument("--checkpoint", metavar="FILE", help="its weights: a .safetensors file")
+    group.add_argument(
+        "--loss",
+        default="cross_entropy",
+        help="name in torch.nn.functional, module:function, or own for output.loss (cross_entropy)",
+    )
+    group.add_argument("--curvature", choices=CURVATURES, default="hessian")
+    group.add_argument("--select", action="append", metavar="PATTERN", help="parameters by name")
+    group.add_argument("--samples", type=whole(1), metavar="N", help="only the first N samples")
+    group.add_argument(
+        "--mode",
+        action="append",
+        choices=("eval", "frozen-masks", "batch-statistics"),
+        help="what to do with dropout and BatchNorm in train mode",
+    )
+    group.add_argument("--dtype", choices=DTYPES, help="to compute in (that of the parameters)")
+    group.add_argument("--precision", choices=("exact", "tf32", "bfloat16"), default="exact")
+    group.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (cpu)")
+    group.add_argument("--budget", type=size, help="bytes the operator may take, such as 4G")
+
+
+def _output(parser: ArgumentParser, name: str) -> None:
+    parser.add_argument("--out", default=name, help=f"result file ({name})")
+    _pictures(parser)
+
+
+def _pictures(parser: ArgumentParser, required: bool = False) -> None:
+    parser.add_argument(
+        "--picture",
+        nargs="+",
+        type=picture,
+        default=[],
+        required=required,
+        metavar="FILE",
+        help="PNG, SVG or PDF by suffix; several are written",
+    )
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A whole number of at least ``least``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise ArgumentTypeError(f"a whole number of at least {least} is needed; got {text!r}")
+        return value
+
+    return parse
+
+
+def between(low: float, high: float) -> Callable[[str], float]:
+    """A number with ``low <= number < high``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value < high:
+            raise ArgumentTypeError(f"a number from {low:g} to below {high:g}; got {text!r}")
+        return value
+
+    return parse
+
+
+def size(text: str) -> int:
+    """Bytes: ``500M``, ``8G``, ``1.5e9``."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([KMGT]?)(?:B|iB)?\s*", text, re.I)
+    try:
+        value = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    except ValueError:
+        value = 0.0
+    if not 1.0 <= value < 1e18:
+        raise ArgumentTypeError(f"a number of bytes such as 500M or 8G is needed; got {text!r}")
+    return int(value)
+
+
+def factory(text: str) -> str:
+    """``module:function`` or ``file.py:function``."""
+    place, colon, name = text.rpartition(":")
+    if not colon or not place.strip() or not name.isidentifier():
+        raise ArgumentTypeError(f"module:function or file.py:function is needed; got {text!r}")
+    return text
+
+
+def picture(text: str) -> str:
+    """A file name with a known suffix."""
+    if not text.lower().endswith(SUFFIXES):
+        raise ArgumentTypeError(f"a picture ends in {', '.join(SUFFIXES)}; got {text!r}")
+    return text

@@ -1,0 +1,64 @@
+"""From words to options; what is wrong with them is said in one line."""
+
+import argparse
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+
+class UsageError(ValueError):
+    """The command cannot mean anything: exit code 2."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\ntry: {self.prog} --help\n")
+
+
+def build() -> argparse.ArgumentParser:
+    """The parser of the whole command."""
+    from curvlab import __version__
+    from curvlab.cli.verbs import VERBS
+
+    table = "\n".join(f"  {name:<9} {verb.summary}" for name, verb in VERBS.items())
+    parser = _Parser(
+        prog="curvlab",
+        usage="curvlab VERB [options]",
+        description="Certified curvature for PyTorch models.\n\nverbs:\n" + table,
+        epilog=f"example: {VERBS['eig'].examples[0]}\ncurvlab VERB --help shows a verb's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"curvlab {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", help=argparse.SUPPRESS)
+    for name, verb in VERBS.items():
+        own = verbs.add_parser(
+            name,
+            description=verb.summary,
+            epilog="examples:\n" + "\n".join(f"  {example}" for example in verb.examples),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.arguments(own)
+        own.add_argument("--json", action="store_true", help="one JSON object on stdout")
+        own.add_argument(
+            "-v", "--verbose", action="count", default=0, help="decisions taken; tracebacks"
+        )
+        own.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Options with ``verb`` and the ``arguments`` they came from; exits with 2 on a mistake."""
+    from curvlab.cli.verbs import VERBS
+
+    parser = build()
+    first = next((word for word in arguments if not word.startswith("-")), None)
+    if first is not None and first not in VERBS and arguments[0] == first:
+        near = get_close_matches(first, VERBS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        parser.error(f"there is no verb {first!r}{hint} The verbs are {', '.join(VERBS)}")
+    options = parser.parse_args(list(arguments))
+    if options.verb is None:
+        parser.print_help()
+        parser.exit(2)
+    options.arguments = list(arguments)
+    return options

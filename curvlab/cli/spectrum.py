@@ -1,0 +1,212 @@
+"""``eig``, ``density`` and ``trace``: curvature of the user's model, to a file and a table."""
+
+import shlex
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from curvlab.basis import Basis
+from curvlab.cli.load import operator
+from curvlab.cli.output import emit, say
+from curvlab.cli.parser import UsageError
+from curvlab.eigen import Eigenpairs, lanczos, spectral_density
+from curvlab.eigen import trace as estimate_trace
+from curvlab.eigen.checkpoint import previous
+from curvlab.eigen.progress import Progress
+from curvlab.operators import Curvature, Operator
+from curvlab.storage import StorageError, read_manifest
+
+
+def eig(options: Namespace) -> int:
+    """Top eigenpairs; a solve that Ctrl-C ends goes on with the same command."""
+    out = _target(options.out)
+    deflate = _directions(options.deflate)
+    curvature = operator(options)
+    partial = out.with_name(out.name + ".partial")
+    if partial.exists():
+        say(options, f"resuming from {partial}")
+    pairs = lanczos(
+        curvature,
+        options.k,
+        which=options.which,
+        tol=options.tol,
+        seed=options.seed,
+        max_products=options.max_products,
+        deflate=deflate,
+        dense=None,
+        checkpoint=partial,
+        checkpoint_every=25,
+        progress=False if options.quiet else None,
+    )
+    if "interrupted" in pairs.reason:
+        again = shlex.join(["curvlab", *options.arguments])
+        say(options, f"interrupted after {pairs.matvecs} products. Resume with: {again}", True)
+        return 1
+    about = {**curvature.about(), "arguments": options.arguments, "cwd": str(Path.cwd())}
+    pairs.save(out, about)
+    for file in (partial, previous(partial)):
+        file.unlink(missing_ok=True)
+    pictures = _draw(options, "scree", pairs)
+    converged = bool(pairs.converged.all())
+    emit(
+        options,
+        {
+            "values": pairs.values.tolist(),
+            "residuals": pairs.residuals.tolist(),
+            "converged": pairs.converged.tolist(),
+            "complete": pairs.complete,
+            "doubt": pairs.doubt,
+            "products": pairs.matvecs,
+            "seconds": pairs.seconds,
+            "reason": pairs.reason,
+            "n": pairs.n,
+            "engine": curvature.engine,
+            "loss": curvature.loss,
+            "file": str(out),
+            "pictures": pictures,
+        },
+        _eig_text(pairs, curvature, out, pictures),
+    )
+    if not converged:
+        say(options, f"not all pairs converged: {pairs.reason}", True)
+    return 0 if converged else 1
+
+
+def density(options: Namespace) -> int:
+    """Spectral density; rows that were finished before a Ctrl-C are kept."""
+    out = _target(options.out)
+    curvature = operator(options)
+    partial = out.with_name(out.name + ".partial")
+    if partial.exists():
+        say(options, f"resuming from {partial}")
+    watched = Watched(curvature, "density", options.probes * options.steps, options.quiet)
+    try:
+        found = spectral_density(
+            watched,
+            probes=options.probes,
+            steps=options.steps,
+            seed=options.seed,
+            checkpoint=partial,
+        )
+    except KeyboardInterrupt:
+        watched.close()
+        again = shlex.join(["curvlab", *options.arguments])
+        say(options, f"interrupted. Finished vectors are kept; resume with: {again}", True)
+        return 1
+    watched.close()
+    about = {**curvature.about(), "arguments": options.arguments, "cwd": str(Path.cwd())}
+    found.save(out, about)
+    partial.unlink(missing_ok=True)
+    pictures = _draw(options, "density", found)
+    moments = {power: found.moment(power) for power in (1, 2)}
+    above = found.count_above(0.01, relative=True)
+    nodes = found.nodes[found.weights > 0]
+    low, high = float(nodes.min()), float(nodes.max())
+    emit(
+        options,
+        {
+            "n": found.n,
+            "smallest": low,
+            "largest": high,
+            "trace": moments[1].value,
+            "trace error": moments[1].error,
+            "squares": moments[2].value,
+            "above 1 %": above.value,
+            "products": found.products,
+            "file": str(out),
+            "pictures": pictures,
+        },
+        "\n".join(
+            [
+                f"n                      {found.n}",
+                f"Ritz values            {low:.6g} to {high:.6g}",
+                f"trace                  {moments[1].value:.6g} ± {moments[1].error:.2g}",
+                f"sum of squares         {moments[2].value:.6g} ± {moments[2].error:.2g}",
+                f"above 1 % of the norm  {above.value:.0f} ± {above.error:.0f}",
+                f"products               {found.products}",
+                f"file                   {out}",
+                *(f"picture                {name}" for name in pictures),
+            ]
+        ),
+    )
+    return 0
+
+
+def trace(options: Namespace) -> int:
+    """Trace with its standard error."""
+    curvature = operator(options)
+    watched = Watched(curvature, "trace", options.probes, options.quiet)
+    found = estimate_trace(watched, probes=options.probes, seed=options.seed)
+    watched.close()
+    emit(
+        options,
+        {"trace": found.value, "error": found.error, "samples": found.samples, "n": curvature.n},
+        f"trace {found.value:.8g} ± {found.error:.2g} (n = {curvature.n}, {watched.done} products)",
+    )
+    return 0
+
+
+class Watched(Operator):
+    """An operator with a line on the terminal that counts its products."""
+
+    def __init__(self, inner: Curvature, label: str, total: int, quiet: bool) -> None:
+        super().__init__(inner.n, inner.dtype, inner.device, inner.layout)
+        self.inner, self.limit, self.total, self.done = inner, inner.limit, total, 0
+        self.certificate = inner.certificate
+        self.line = Progress(label, False if quiet else None, sys.stderr)
+
+    def _product(self, block: Tensor) -> Tensor:
+        result: Tensor = self.inner @ block
+        self.done += len(block)
+        self.line.update(self.done, min(self.done, self.total), self.total, "", "products")
+        return result
+
+    def close(self) -> None:
+        self.line.close()
+
+
+def _eig_text(pairs: Eigenpairs, curvature: Curvature, out: Path, pictures: list[str]) -> str:
+    known = f"complete (doubt {pairs.doubt:.0e})" if pairs.complete else "completeness not shown"
+    lines = [
+        pairs.table(),
+        f"{pairs.reason}; {known}",
+        f"{pairs.matvecs} products in {pairs.seconds:.1f} s ({curvature.engine}); loss "
+        f"{curvature.loss:.6g}, {curvature.samples} samples, n = {pairs.n}",
+        f"file    {out}",
+        *(f"picture {name}" for name in pictures),
+    ]
+    return "\n".join(lines)
+
+
+def _draw(options: Namespace, name: str, result: Any) -> list[str]:
+    if not options.picture:
+        return []
+    from curvlab import plots
+
+    return [str(path) for path in plots.write(getattr(plots, name)(result), *options.picture)]
+
+
+def _target(name: str) -> Path:
+    path = Path(name)
+    if path.suffix != ".safetensors":
+        raise UsageError(f"--out is a .safetensors file; got {name!r}")
+    if path.is_dir():
+        raise UsageError(f"--out {name} is a folder")
+    return path
+
+
+def _directions(name: str | None) -> Basis | Tensor | None:
+    if name is None:
+        return None
+    try:
+        kind = read_manifest(name)["kind"]
+        if kind == "basis":
+            return Basis.load(name)
+        if kind == "eigenpairs":
+            return Eigenpairs.load(name).vectors
+    except StorageError as error:
+        raise UsageError(f"--deflate: {error}") from error
+    raise UsageError(f"--deflate takes a saved basis or eigenpairs; {name} holds a {kind}")

@@ -1,0 +1,87 @@
+"""Derivatives against differences, in float64: the one check that sees a wrong derivative as such.
+
+The operator's own probe sees an asymmetric product. A layer whose second derivative is wrong
+element by element leaves the product symmetric, so that only the function itself can tell.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from curvlab.doctor.report import Finding
+from curvlab.operators.policy import arithmetic
+from curvlab.operators.problem import Chunk, Problem
+from curvlab.operators.products.autograd import kept
+
+STEP = 1e-6  # relative to the parameters
+TRIES = 3  # a step over a kink of ReLU makes one difference meaningless, hardly all of them
+LIMIT = 1e-3
+
+
+def compare(problem: Problem) -> Iterator[Finding]:
+    """Compare first and second derivatives on the first samples with central differences."""
+    batch = problem.batches.pieces(None if problem.whole else 16)[0]
+    chunk = Chunk(batch)
+    with arithmetic(problem.device, problem.precision):
+        first, second = errors(problem, chunk)
+    if not first <= LIMIT:
+        yield Finding(
+            "wrong first derivative",
+            "wrong",
+            f"the gradient differs from differences of the loss by {first:.1e}: the forward pass "
+            "and its derivative belong to different functions (a straight-through estimator, "
+            "rounding, a custom autograd.Function)",
+            "curvature of such a model is not that of its loss: replace the layer",
+            "no",
+        )
+    elif not second <= LIMIT:
+        yield Finding(
+            "wrong second derivative",
+            "wrong",
+            f"Hessian products differ from differences of gradients by {second:.1e}",
+            "a custom autograd.Function whose backward detaches or saves too little: write it with "
+            "torch operations",
+            "no",
+        )
+
+
+def errors(problem: Problem, chunk: Chunk) -> tuple[float, float]:
+    """Relative errors of gradient and Hessian product, each the least of some directions."""
+    parameters, layout = problem.parameters, problem.layout
+    flat = layout.flatten(parameters)
+    product = kept(lambda: problem.loss(chunk, parameters), parameters, layout)
+    gradient = _gradient(problem, chunk, flat)
+    generator = torch.Generator().manual_seed(0)
+    step = STEP * max(1.0, float(flat.norm()))
+    firsts, seconds = [], []
+    for _ in range(TRIES):
+        vector = torch.randn(layout.n, generator=generator, dtype=flat.dtype).to(flat.device)
+        vector /= vector.norm()
+        up, down = flat + step * vector, flat - step * vector
+        rise = (_value(problem, chunk, up) - _value(problem, chunk, down)) / (2 * step)
+        slope = float(gradient @ vector)
+        # along a random direction a slope may be near zero: compare at the gradient's own scale
+        scale = max(abs(slope), float(gradient.norm()) / layout.n**0.5, 1e-300)
+        firsts.append(abs(rise - slope) / scale if rise != slope else 0.0)
+        bend = (_gradient(problem, chunk, up) - _gradient(problem, chunk, down)) / (2 * step)
+        image = product(vector[None])[0]
+        # what the rounding of the two gradients leaves of their difference
+        noise = 1e3 * torch.finfo(flat.dtype).eps * float(gradient.norm()) / step
+        size = max(float(image.norm()), float(bend.norm()), noise, 1e-300)
+        seconds.append(float((image - bend).norm()) / size)
+    return min(firsts), min(seconds)
+
+
+def _value(problem: Problem, chunk: Chunk, flat: Tensor) -> float:
+    with torch.no_grad():
+        return float(problem.loss(chunk, problem.layout.unflatten(flat)))
+
+
+def _gradient(problem: Problem, chunk: Chunk, flat: Tensor) -> Tensor:
+    leaves: Sequence[Tensor] = [
+        piece.detach().clone().requires_grad_() for piece in problem.layout.unflatten(flat)
+    ]
+    value = problem.loss(chunk, leaves)
+    pieces = torch.autograd.grad(value, leaves, allow_unused=True)
+    return problem.layout.flatten(pieces, like=flat)

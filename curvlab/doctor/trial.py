@@ -1,0 +1,179 @@
+"""What only shows when the model runs: a small operator is made, multiplied with and compared."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from curvlab.batches import Batches, sample_count
+from curvlab.doctor.differences import compare
+from curvlab.doctor.report import Finding
+from curvlab.operators import Hessian
+from curvlab.operators.problem import Problem
+from curvlab.probe import OperatorError
+
+SAMPLES = 48  # of the trial
+_FINE = torch.float64
+
+# Words of the refusals of curvlab.operators, the trap each of them means, and its cure.
+REFUSALS = (
+    (
+        "draws random numbers",
+        "random loss",
+        'model.eval() does not reach it: make the layer respect self.training, or mode="frozen '
+        'masks"',
+    ),
+    (
+        "over its samples",
+        "loss that does not add up",
+        'count= (what a batch\'s mean divides by), a loss with reduction="sum", or chunk="batch"',
+    ),
+    (
+        "affects the loss",
+        "no dependence",
+        "select= other parameters; look for .detach(), .data or torch.no_grad() in forward",
+    ),
+    ("one number", "loss is not a scalar", 'reduction="mean" or "sum" in the loss'),
+    ('reduction="none"', "loss is not a scalar", 'reduction="mean" or "sum" in the loss'),
+    (
+        "differentiate a layer",
+        "no second derivative",
+        "write the layer with others (EmbeddingBag as Embedding and a mean)",
+    ),
+    (
+        "differ by",
+        "wrong second derivative",
+        "replace the layer (torch.nn.utils.parametrizations.weight_norm for weight_norm; torch "
+        "operations in place of a custom autograd.Function)",
+    ),
+    ("there is no curvature", "loss is not finite", "look at these samples and the learning rate"),
+)
+
+
+def look(
+    model: nn.Module, loss: Any, batches: Batches, policies: frozenset[str], options: Any
+) -> Iterator[Finding]:
+    """Findings from a trial on the first samples, in eval mode unless ``policies`` say otherwise.
+
+    Args:
+        options: ``select``, ``dtype``, ``count`` and ``reduction`` as for an operator.
+    """
+    mode: Any = sorted(policies) or ["eval"]
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if any(norm.running_mean is None for norm in norms):
+        mode = ["batch statistics", *(["frozen masks"] if "frozen masks" in policies else [])]
+    few = batches.pieces(SAMPLES)[0]
+    with _Watch() as watch:
+        try:
+            problem = Problem(model, loss, [few], mode=mode, **options)
+            operator = Hessian(model, loss, [few], mode=mode, **options)
+        except (OperatorError, ValueError, TypeError) as error:
+            yield _refused(str(error))
+            return
+        except (RuntimeError, IndexError, KeyError, AttributeError) as error:
+            yield Finding(
+                "model does not run",
+                "wrong",
+                f"on {sample_count(few) or 'the first'} samples: {type(error).__name__}: "
+                f"{str(error).splitlines()[0]}",
+                "run loss(model(inputs), targets) by hand on one batch",
+                "no",
+            )
+            return
+    yield from _seen(watch, problem)
+    yield from _derivatives(operator)
+    try:
+        yield from compare(Problem(model, loss, [few], mode=mode, **{**options, "dtype": _FINE}))
+    except RuntimeError as error:
+        yield Finding(
+            "float64 does not run",
+            "note",
+            f"derivatives could not be compared with differences: {str(error).splitlines()[0]}",
+            "a layer insists on its own dtype: convert its inputs with .to(weight.dtype)",
+            "no",
+        )
+
+
+def _seen(watch: "_Watch", problem: Problem) -> Iterator[Finding]:
+    modules = any(isinstance(m, nn.MultiheadAttention) for m in problem.model.modules())
+    if watch.attention and not modules:
+        yield Finding(
+            "fused attention",
+            "slow",
+            "the forward pass calls scaled_dot_product_attention, whose fused back ends have no "
+            "second derivative; the written-out one keeps heads x tokens x tokens numbers",
+            "nothing; budget= or smaller chunks if memory is short",
+            "yes",
+        )
+    if problem.inputs_change:
+        yield Finding(
+            "inputs written to",
+            "note",
+            "the forward pass changes its inputs in place",
+            "nothing: it gets a copy every time",
+            "yes",
+        )
+    if problem.reduction == "sum":
+        yield Finding(
+            "summed loss",
+            "note",
+            "the loss adds up over samples: eigenvalues grow with the amount of data",
+            "nothing, if that is wanted",
+            "yes",
+        )
+
+
+def _derivatives(operator: Hessian) -> Iterator[Finding]:
+    layout = operator.layout
+    gradient = operator.gradient()
+    vector = torch.randn(
+        operator.n, generator=torch.Generator().manual_seed(0), dtype=operator.dtype
+    ).to(operator.device)
+    image = operator @ vector
+    if layout is not None:
+        unused = [
+            name
+            for name, where in layout.slices().items()
+            if not bool(gradient[where].any()) and not bool(image[where].any())
+        ]
+        if unused and len(unused) < len(layout.names):
+            yield Finding(
+                "unused parameters",
+                "note",
+                f"{', '.join(unused[:3])}{' and more' if len(unused) > 3 else ''} did not affect "
+                "the loss of the first samples: their rows of the curvature are zero",
+                "nothing, or select= without them: vectors get shorter",
+                "yes",
+            )
+    scale = float(torch.linalg.vector_norm(image) / torch.linalg.vector_norm(vector))
+    if scale <= 1e-7:
+        yield Finding(
+            "no curvature",
+            "note",
+            f"a product with a random vector is {scale:.1e} of its length: the loss is saturated, "
+            "or linear in the parameters",
+            "look at the loss and the BatchNorm statistics; an eigensolver would return rounding",
+            "no",
+        )
+
+
+def _refused(message: str) -> Finding:
+    for words, trap, cure in REFUSALS:
+        if words in message:
+            return Finding(trap, "wrong", message, cure, "refused")
+    return Finding("refused", "wrong", message, "as the message says", "refused")
+
+
+class _Watch(TorchFunctionMode):
+    """Notes what the forward pass calls."""
+
+    attention = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            self.attention = True
+        result: Tensor = func(*args, **(kwargs or {}))
+        return result

@@ -1,0 +1,298 @@
+"""Before hours are spent: what a spectrum and a memory M of this model will take, and what fits.
+
+    print(plan(model, cross_entropy, data, k=20, tasks=5, memory=8 * 10**9))
+
+One batch is measured (or counted, on a model without memory) and scaled up; ``python -m
+benchmarks.planner`` compares the result with what three networks really took. Assumptions: the
+spectrum has outliers, as networks have, so that Lanczos needs about 1.5 products per pair and 40
+more; time grows linearly with samples; several ranks divide the samples, the working basis and M
+evenly and overlap nothing.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from curvlab.batches import read
+from curvlab.operators import Curvature, Hessian, Objective
+from curvlab.operators.products.memory import chunk_size, fitting, free_bytes
+from curvlab.parameters import Selection
+from curvlab.plan.cost import MACHINES, Machine, Unit, counted, measured
+from curvlab.plan.formulae import (
+    Communication,
+    Memory,
+    communication,
+    memories,
+    products_needed,
+    solver_rows,
+)
+
+__all__ = ["MACHINES", "Machine", "Plan", "plan", "plan_counted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bytes and seconds, per rank where there are several.
+
+    Attributes:
+        parameters: The operator's copy of the model.
+        data: Of the samples.
+        graph: Kept graphs and the working memory of one product.
+        solver: The working basis of Lanczos and its result.
+        peak: All of these at once, on top of the model and data that are there already.
+        products: With the operator, for one task.
+        seconds: For one task: setup, products, orthogonalisation, communication.
+        memories: The memory M of all tasks, by storage dtype.
+        advice: What to change if it does not fit, or where it breaks first.
+    """
+
+    n: int
+    samples: int
+    k: int
+    tasks: int
+    ranks: int
+    available: int
+    parameters: int
+    data: int
+    graph: int
+    solver: int
+    peak: int
+    chunks: int
+    kept_chunks: int
+    products: int
+    setup_seconds: float
+    product_seconds: float
+    orthogonalise_seconds: float
+    communication_seconds: float
+    seconds: float
+    memories: tuple[Memory, ...]
+    traffic: Communication
+    largest_k: int
+    advice: tuple[str, ...]
+    how: str
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.available
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "fits": self.fits}
+
+    def __str__(self) -> str:
+        lines = [
+            f"n = {self.n:,} parameters, {self.samples:,} samples, k = {self.k}, "
+            f"{self.tasks} task(s), {self.ranks} rank(s); {self.how}",
+            f"  parameters (copied)   {_bytes(self.parameters)}",
+            f"  data                  {_bytes(self.data)}",
+            f"  graph                 {_bytes(self.graph)}   {self.chunks} chunk(s), "
+            f"{self.kept_chunks} kept",
+            f"  solver's rows         {_bytes(self.solver)}",
+            f"  peak                  {_bytes(self.peak)}   "
+            f"{'fits' if self.fits else 'does not fit'} {_bytes(self.available).strip()}",
+            f"  products              {self.products:>10}   {self.product_seconds:.3g} s each",
+            f"  time per task         {_seconds(self.seconds):>10}   setup "
+            f"{_seconds(self.setup_seconds)}, orthogonalising "
+            f"{_seconds(self.orthogonalise_seconds)}"
+            + (f", communication {_seconds(self.communication_seconds)}" if self.ranks > 1 else ""),
+        ]
+        lines += [
+            f"  M in {memory.dtype:<8}         {_bytes(memory.bytes)}   "
+            f"{'fits' if memory.fits else 'does not fit'}; {memory.rows_that_fit} rows would"
+            for memory in self.memories
+        ]
+        if self.ranks > 1:
+            lines.append(
+                f"  sent by each rank     {_bytes(int(self.traffic.product))} per product, "
+                f"{_bytes(int(self.traffic.step)).strip()} per SGD-dagger step"
+            )
+        lines += [f"  -> {line}" for line in self.advice]
+        return "\n".join(lines)
+
+
+def plan(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    k: int = 10,
+    tol: float = 1e-3,
+    tasks: int = 1,
+    memory: int | None = None,
+    curvature: type[Curvature] = Hessian,
+    ranks: int = 1,
+    bandwidth: float | None = None,
+    **options: Any,
+) -> Plan:
+    """Plan ``lanczos(curvature(model, loss, data), k)`` and a memory of ``tasks * k`` rows.
+
+    Args:
+        model: As for the operator, and so are ``loss``, ``data`` and ``options``.
+        k: Pairs per task.
+        tol: Relative residual.
+        tasks: How many times ``k`` rows go into M.
+        memory: Bytes there are (per rank); by default what is free.
+        curvature: The operator.
+        ranks: Processes that divide samples and rows among them.
+        bandwidth: Bytes per second between ranks.
+    """
+    batches = read(data, bare=loss is None or isinstance(loss, Objective))
+    unit = measured(curvature, model, loss, batches, options)
+    device = next(model.parameters()).device
+    available = free_bytes(device) if memory is None else memory
+    return scaled(unit, batches.samples or 1, k, tol, tasks, available, ranks, bandwidth or 1e9)
+
+
+def plan_counted(
+    model: nn.Module,
+    loss: Any,
+    batch: Any,
+    *,
+    samples: int,
+    machine: Machine,
+    k: int = 10,
+    tol: float = 1e-3,
+    tasks: int = 1,
+    memory: int | None = None,
+    ranks: int = 1,
+    bandwidth: float | None = None,
+    select: Selection = None,
+) -> Plan:
+    """The same for a model on the meta device and a machine that is not here: nothing is run.
+
+    Args:
+        batch: One batch, for its shapes.
+        samples: How many the curvature is to be taken on.
+        machine: One of :data:`MACHINES`, or your own figures.
+    """
+    unit = counted(model, loss, batch, machine, select=select)
+    available = machine.memory if memory is None else memory
+    return scaled(unit, samples, k, tol, tasks, available, ranks, bandwidth or machine.link)
+
+
+def scaled(
+    unit: Unit,
+    samples: int,
+    k: int,
+    tol: float,
+    tasks: int,
+    available: int,
+    ranks: int,
+    bandwidth: float,
+) -> Plan:
+    """A plan from the cost of one product."""
+    if not 1 <= k <= unit.n:
+        raise ValueError(f"k= is between 1 and n = {unit.n}; got {k}")
+    own = -(-samples // ranks)
+    products = min(products_needed(k, tol), unit.n + 4)
+    solver = solver_rows(k, products, unit.n) * unit.n * unit.element // ranks
+    vectors = 3 * unit.n * unit.element + (8 * unit.n if own > 1 else 0)
+    data = int(unit.sample_bytes * own)
+    room = available - unit.held - data - solver - vectors
+    size, kept, chunks = _chunks(unit, own, room)
+    working = max(0.0, unit.graph.peak(size) - unit.graph.kept(size))
+    graph = int(kept * unit.graph.kept(size) + working)
+    if kept < chunks:
+        graph += int(unit.graph.kept(size))
+    rebuilt = 1.0 - kept / chunks
+    product = chunks * unit.product[0] + own * unit.product[1] * (1.0 + 0.5 * rebuilt)
+    setup = unit.setup[0] + own * unit.setup[1]
+    rows = min(products, max(2 * k + 32, 3 * k + 12))
+    orthogonalise = products * 0.5 * rows * unit.row / ranks
+    traffic = communication(unit.n, tasks * k, ranks, unit.element)
+    talking = products * (traffic.product + communication(unit.n, rows, ranks, 8).orthogonalise)
+    talking /= bandwidth
+    seconds = setup + products * product + orthogonalise + talking
+    peak = unit.held + data + graph + solver + vectors
+    found = memories(unit.n // ranks, tasks * k, max(1, available - unit.held))
+    return Plan(
+        n=unit.n,
+        samples=samples,
+        k=k,
+        tasks=tasks,
+        ranks=ranks,
+        available=available,
+        parameters=unit.held,
+        data=data,
+        graph=graph,
+        solver=solver,
+        peak=peak,
+        chunks=chunks,
+        kept_chunks=kept,
+        products=products,
+        setup_seconds=setup,
+        product_seconds=product,
+        orthogonalise_seconds=orthogonalise,
+        communication_seconds=talking,
+        seconds=seconds,
+        memories=tuple(found),
+        traffic=traffic,
+        largest_k=_largest_k(unit, available, data, ranks),
+        advice=tuple(_advice(unit, available, peak, data, found, ranks)),
+        how=unit.how,
+    )
+
+
+def _chunks(unit: Unit, samples: int, room: float) -> tuple[int, int, int]:
+    """Samples of a chunk, chunks whose graphs are kept, chunks: as the operator chooses them."""
+    if unit.graph.peak(1) > room:  # it does not fit at all: say what one sample at a time takes
+        return 1, 0, samples
+    size = chunk_size(samples, unit.graph, room)
+    chunks = -(-samples // size)
+    return size, fitting(unit.graph, size, room, chunks), chunks
+
+
+def _largest_k(unit: Unit, available: int, data: int, ranks: int) -> int:
+    """The most pairs whose solve fits with one sample's graph; 0 if none does."""
+    room = available - unit.held - data - unit.graph.peak(1) - 3 * unit.n * unit.element
+    rows = int(room * ranks // max(1, unit.n * unit.element))
+    # the working basis is max(2k + 32, 3k + 12) rows and the result twice k
+    k = max((rows - 14) // 5 if rows > 114 else (rows - 34) // 4, 0)
+    return min(k, unit.n)
+
+
+def _advice(
+    unit: Unit,
+    available: int,
+    peak: int,
+    data: int,
+    found: list[Memory],
+    ranks: int,
+) -> list[str]:
+    lines = []
+    if peak > available:
+        most = _largest_k(unit, available, data, ranks)
+        if unit.held > available:
+            lines.append("the parameters alone do not fit: split the model, or select= a part")
+        elif unit.graph.peak(1) + unit.held > available:
+            lines.append("one sample's graph does not fit: GaussNewton, precision, or select=")
+        elif most >= 1:
+            lines.append(
+                f"k = {most} fits; more pairs in turns of {most} with deflate=, or more --ranks"
+            )
+        else:
+            lines.append(
+                "the solver's rows do not fit beside one sample's graph: lanczos(memory=...) with "
+                "a smaller basis, or more ranks"
+            )
+    if not any(memory.fits for memory in found):
+        lines.append("M fits in no storage dtype: MappedFile(folder) streams it from disk")
+    elif not found[0].fits:
+        narrow = next(memory.dtype for memory in found if memory.fits)
+        lines.append(
+            f"M fits as {narrow}, not as float32; PinnedHost() or MappedFile() keep float32"
+        )
+    return lines
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:7.2f} {unit}"
+    return f"{count:7d} B "
+
+
+def _seconds(count: float) -> str:
+    if count >= 7200:
+        return f"{count / 3600:.1f} h"
+    return f"{count / 60:.1f} min" if count >= 120 else f"{count:.2g} s"

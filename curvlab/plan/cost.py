@@ -1,0 +1,219 @@
+"""What one product costs: measured on a few samples, or counted on a model without memory."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from curvlab_kernels import ops
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from curvlab.batches import Batches, map_tensors, rows, tensors
+from curvlab.operators import Curvature
+from curvlab.operators.objective import terms
+from curvlab.operators.products.autograd import kept
+from curvlab.operators.products.memory import Cost, measure
+from curvlab.parameters import Selection, layout_of, select_parameters
+
+SMALL, LARGE = 4, 24  # samples of the two measurements
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Costs that grow with the samples: ``fixed + each * samples``.
+
+    Attributes:
+        n: Elements of a vector.
+        element: Bytes of one.
+        held: Bytes of parameters, buffers and what else the operator copies, without the data.
+        sample_bytes: Of the data, per sample.
+        graph: Bytes of one chunk's graph.
+        setup: Seconds to make the operator and its first product ``(fixed, each)``.
+        product: Seconds of a product ``(fixed, each)``.
+        row: Seconds to orthogonalise against one row.
+        how: Where the numbers come from.
+    """
+
+    n: int
+    element: int
+    held: int
+    sample_bytes: float
+    graph: Cost
+    setup: tuple[float, float]
+    product: tuple[float, float]
+    row: float
+    how: str
+
+
+def measured(
+    kind: type[Curvature], model: nn.Module, loss: Any, batches: Batches, options: dict[str, Any]
+) -> Unit:
+    """Make two small operators, multiply with them, and draw a line through what they took."""
+    most = batches.samples
+    if most is None:
+        raise ValueError("plan needs batches whose samples can be counted: cut them yourself")
+    large = min(most, LARGE)
+    small = max(1, min(SMALL, large // 2))
+    first = batches.pieces(large)[0]
+    kind(model, loss, [rows(first, slice(0, small))], **options)  # first use of everything
+    found = {size: _timed(kind, model, loss, first, size, options) for size in {small, large}}
+    operator, setup_large, product_large = found[large]
+    _, setup_small, product_small = found[small]
+    problem = operator.problem
+    held = sum(t.nbytes for t in [*problem.named().values(), *problem.buffers.values()])
+    data = sum(t.nbytes for t in tensors(first)) / large
+    return Unit(
+        n=operator.n,
+        element=problem.parameters[0].element_size(),
+        held=held,
+        sample_bytes=data,
+        graph=operator.cost,
+        setup=_line(small, setup_small, large, setup_large),
+        product=_line(small, product_small, large, product_large),
+        row=_row_seconds(operator.n, operator.dtype, operator.device),
+        how=f"measured on {small} and {large} samples, {torch.get_num_threads()} thread(s)",
+    )
+
+
+def _timed(
+    kind: type[Curvature], model: nn.Module, loss: Any, batch: Any, size: int, options: Any
+) -> tuple[Curvature, float, float]:
+    began = time.perf_counter()
+    operator = kind(model, loss, [rows(batch, slice(0, size))], **options)
+    vector = torch.ones(operator.n, dtype=operator.dtype, device=operator.device)
+    _finish(operator @ vector)
+    setup = time.perf_counter() - began
+    best = float("inf")
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        _finish(operator @ vector)
+        best = min(best, time.perf_counter() - began)
+    return operator, setup, best
+
+
+def _row_seconds(n: int, dtype: torch.dtype, device: torch.device, count: int = 8) -> float:
+    basis = torch.zeros(count, ops.padded(n), dtype=dtype, device=device)
+    for index in range(count):
+        basis[index, index % n] = 1.0
+    vector = torch.ones(n, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        ops.orthonormalise_(basis, vector)
+        _finish(vector)
+        best = min(best, time.perf_counter() - began)
+    return best / count
+
+
+def _line(small: int, at_small: float, large: int, at_large: float) -> tuple[float, float]:
+    if large == small:
+        return 0.0, at_large / large
+    each = max(0.0, (at_large - at_small) / (large - small))
+    return max(0.0, at_large - each * large), each
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Peak float32 (or TF32) flop/s, bytes/s of its memory, bytes it has, bytes/s to neighbours."""
+
+    flops: float
+    bandwidth: float
+    memory: int
+    link: float
+
+
+# Published figures of the makers; TF32 tensor cores without sparsity, NVLink for the link.
+MACHINES = {
+    "a100": Machine(156e12, 2.0e12, 80_000_000_000, 300e9),
+    "h100": Machine(494e12, 3.35e12, 80_000_000_000, 450e9),
+    "rtx4090": Machine(82e12, 1.0e12, 24_000_000_000, 32e9),
+    "cpu": Machine(6e10, 1.0e10, 16_000_000_000, 1e9),
+}
+EFFICIENCY = 0.4  # share of the peak that dense layers reach; measured ones reach 0.3 to 0.7
+
+
+def counted(
+    model: nn.Module,
+    loss: Any,
+    batch: Any,
+    machine: Machine,
+    *,
+    select: Selection = None,
+) -> Unit:
+    """Count the bytes and operations of a Hessian product on a model that has no memory.
+
+    Args:
+        model: Made with ``torch.device("meta")``; nothing is computed.
+        batch: A few samples, of which shapes and dtypes count.
+        machine: Turns operations into seconds, at :data:`EFFICIENCY` of its peak.
+    """
+    model = model.to("meta").eval()
+    chosen = select_parameters(model, select)
+    layout = layout_of(chosen)
+    whole = terms(loss).whole
+    count = len(tensors(batch)[0])
+    shaped = map_tensors(batch, lambda tensor: tensor.to("meta"))
+    leaves = [p.detach().clone().requires_grad_() for p in chosen.values()]
+
+    def run(size: int) -> Callable[[], Tensor]:
+        few = map_tensors(shaped, lambda t: _resized(t, size))
+        state = dict(zip((f"model.{name}" for name in chosen), leaves, strict=True))
+
+        def value() -> Tensor:
+            result: Tensor = functional_call(_Loss(model, whole), state, (few,))
+            return result
+
+        product = kept(value, leaves, layout)
+        one = torch.ones(1, layout.n, dtype=leaves[0].dtype, device="meta")
+        return lambda: product(one)
+
+    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+        graph = measure(run, max(count, 8), 1e18)
+        flops = {size: _flops(run, size) for size in (2, 8)}
+    setup = [flops[size][0] / (EFFICIENCY * machine.flops) for size in (2, 8)]
+    product = [flops[size][1] / (EFFICIENCY * machine.flops) for size in (2, 8)]
+    element = leaves[0].element_size()
+    everything = [*model.parameters(), *model.buffers()]
+    return Unit(
+        n=layout.n,
+        element=element,
+        held=sum(t.numel() * t.element_size() for t in everything),
+        sample_bytes=sum(t.nbytes for t in tensors(batch)) / count,
+        graph=graph,
+        setup=_line(2, setup[0], 8, setup[1]),
+        product=_line(2, product[0], 8, product[1]),
+        row=4 * layout.n * element / machine.bandwidth,  # two passes, each reads it twice
+        how=f"counted; {machine.flops:.0e} flop/s at {EFFICIENCY:.0%}, "
+        f"{machine.bandwidth:.0e} bytes/s",
+    )
+
+
+class _Loss(nn.Module):
+    def __init__(self, model: nn.Module, whole: Callable[[nn.Module, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self.whole = model, whole
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.whole(self.model, batch)
+
+
+def _flops(run: Callable[[int], Callable[[], Tensor]], size: int) -> tuple[float, float]:
+    with FlopCounterMode(display=False) as making:
+        use = run(size)
+    with FlopCounterMode(display=False) as using:
+        use()
+    return float(making.get_total_flops()), float(using.get_total_flops())
+
+
+def _resized(tensor: Tensor, size: int) -> Tensor:
+    return tensor.new_empty((size, *tensor.shape[1:])) if tensor.dim() else tensor
+
+
+def _finish(result: Tensor) -> None:
+    if result.device.type == "cuda":
+        torch.cuda.synchronize(result.device)
