@@ -87,11 +87,12 @@ def require_distinct(group: Group, part: LinearOperator | None) -> None:
             )
 
 
-def fingerprint(vectors: Tensor, number: int) -> int:
-    """A number between 1 and 2**22 of the bits of ``vectors`` and of the product's number."""
+def fingerprint(vectors: Tensor) -> int:
+    """A number below 2**22 of the bits of ``vectors``."""
     kind = torch.int64 if vectors.dtype == torch.float64 else torch.int32
-    bits = int(vectors.contiguous().view(kind).sum(dtype=torch.int64))
-    return (bits + 7919 * number) % 2**22 + 1
+    total = int(vectors.contiguous().view(kind).sum(dtype=torch.int64))
+    # The upper bits of a product with an odd constant depend on all bits of the sum.
+    return (total * 0x9E3779B97F4A7C15 % 2**64) >> 42
 
 
 def _digest(found: Iterable[Tensor]) -> str:

@@ -6,6 +6,7 @@ function runs in each of the processes, and none of them outlives the call, what
 
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -89,11 +90,16 @@ def _run(
     try:
         with join(wait) as group:
             result = function(group, *arguments)
-        end.send((True, result))
+        _send(end, True, result)
     except BaseException as error:
         own = not isinstance(error, RankError)  # or only tells of another rank
-        end.send((False, (own, str(error), traceback.format_exc())))
+        _send(end, False, (own, str(error), traceback.format_exc()))
         raise SystemExit(1) from error
+
+
+def _send(end: Connection, good: bool, answer: Any) -> None:
+    # As bytes: torch would send tensors as handles to memory that ends with this process.
+    end.send_bytes(pickle.dumps((good, answer)))
 
 
 def _collect(ends: list[Connection], processes: list[BaseProcess], timeout: float) -> list[Any]:
@@ -106,7 +112,7 @@ def _collect(ends: list[Connection], processes: list[BaseProcess], timeout: floa
             alive = process.is_alive()  # asked first: an answer may come between the two
             if end.poll(0.01):
                 try:
-                    answers[rank] = end.recv()
+                    answers[rank] = pickle.loads(end.recv_bytes())
                 except EOFError:
                     process.join(GRACE)
                     died = f"rank {rank} ended with exit code {process.exitcode}"
@@ -119,9 +125,9 @@ def _collect(ends: list[Connection], processes: list[BaseProcess], timeout: floa
     failures = [(rank, answer) for rank, (good, answer) in sorted(answers.items()) if not good]
     if failures:
         failures.sort(key=lambda failure: not failure[1][0])
-        rank, (_, message, trace) = failures[0]
+        rank, (own, message, trace) = failures[0]
         said = "\n".join(f"rank {r}: {text}" for r, (_, text, _) in failures[1:])
-        raise RankError(f"rank {rank} failed: {message}\n{said}\n{trace}")
+        raise RankError(f"rank {rank} {'failed' if own else 'says'}: {message}\n{said}\n{trace}")
     late = [rank for rank in range(len(ends)) if rank not in answers]
     if late:
         raise RankError(f"ranks {late} did not finish within {timeout:g} s")

@@ -107,7 +107,7 @@ class DataParallel(Operator):
     def _product(self, block: Tensor) -> Tensor:
         count, ranks = block.numel(), self.group.size
         buffer = torch.zeros(count + ranks, dtype=self.dtype, device=self.device)
-        mine = self.multiply_into(block, buffer[:count].view(block.shape), fingerprint(block, 0))
+        mine = self.multiply_into(block, buffer[:count].view(block.shape), fingerprint(block))
         buffer[count + self.group.rank] = mine.mark
         self.group.sum_(buffer, f"product {self.number}")
         mine.compare(buffer[count:], self.group)

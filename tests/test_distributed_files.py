@@ -1,0 +1,240 @@
+"""Shards on disk, read by another number of ranks; a killed solve goes on where it was saved."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from curvlab.basis import Basis
+from curvlab.distributed import (
+    RankError,
+    Sharded,
+    ShardedBasis,
+    ShardedEigenpairs,
+    Shards,
+    join,
+    launch,
+)
+from curvlab.eigen import lanczos
+from curvlab.operators import Dense, FromFunction
+from curvlab.storage import StorageError
+
+pytestmark = pytest.mark.distributed
+
+N = 700  # not a multiple of 64: two ranks hold 384 and 316
+STORAGE = [torch.float64, torch.float32, torch.bfloat16, torch.int8]
+ASKED = {"tol": 1e-6, "basis": 24, "checkpoint_every": 10}
+
+
+def matrix():
+    generator = torch.Generator().manual_seed(3)
+    q = torch.linalg.qr(torch.randn(N, N, generator=generator, dtype=torch.float64)).Q
+    return (q * (5.0 * 0.97 ** torch.arange(N, dtype=torch.float64))) @ q.T
+
+
+def dying(group, folder):
+    """A solve whose rank 1 is killed at product 40."""
+    whole, made = matrix(), 0
+
+    def product(vector):
+        nonlocal made
+        made += 1
+        if made == 40 and group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole @ vector
+
+    operator = Sharded(FromFunction(product, N, dtype=torch.float64), group)
+    lanczos(operator, 6, checkpoint=Path(folder) / "solve", **ASKED)
+
+
+def solve(group, folder):
+    whole, made = matrix(), 0
+
+    def product(vector):
+        nonlocal made
+        made += 1
+        return whole @ vector
+
+    operator = Sharded(FromFunction(product, N, dtype=torch.float64), group)
+    made = 0  # without those of the probe
+    pairs = lanczos(operator, 6, checkpoint=folder / "solve", **ASKED)
+    found = pairs.gather()
+    return {"values": found.values, "vectors": found.vectors, "all": pairs.matvecs, "made": made}
+
+
+def save_all(group, folder):
+    for dtype in STORAGE:
+        basis = ShardedBasis(N, 9, dtype=dtype, group=group)
+        shards, generator = basis.shards, torch.Generator().manual_seed(1)
+        vectors = torch.randn(5, N, generator=generator, dtype=basis.store.working)
+        basis.extend(shards.take(vectors), task="first", values=[5.0, 4.0, 3.0, 2.0, 1.0])
+        basis.save(folder / f"basis {dtype}")
+    pairs = lanczos(Sharded(Dense(matrix()), group), 3)
+    pairs.save(folder / "pairs")
+    pairs.save(folder / "pairs")  # once more: the newer state counts
+
+
+def load_all(group, folder):
+    found = {}
+    for dtype in STORAGE:
+        basis = ShardedBasis.load(folder / f"basis {dtype}", group=group)
+        found[f"basis {dtype}"] = {
+            "rows": basis.shards.gather(basis.rows()),
+            "gram": basis.gram,
+            "width": basis.n,
+            "capacity": basis.capacity,
+            "segments": [(s.task, s.values) for s in basis.segments],
+            "drift": basis.orthogonality(recompute=True).drift,
+        }
+    pairs = ShardedEigenpairs.load(folder / "pairs", group=group)
+    found["pairs"] = {
+        "values": pairs.values,
+        "vectors": pairs.gather().vectors,
+        "facts": (pairs.matvecs, pairs.reason, pairs.certificate),
+    }
+    return found
+
+
+def whole_file(group, folder):
+    basis = ShardedBasis.load(folder / "whole.safetensors", group=group, capacity=20)
+    return basis.shards.gather(basis.rows()), basis.size, basis.capacity
+
+
+def refusals(group, folder):
+    said = {}
+
+    def tried(name, call):
+        try:
+            call()
+            said[name] = "nothing"
+        except (StorageError, RankError, ValueError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    tried("missing", lambda: ShardedBasis.load(folder / "nowhere", group=group))
+    tried("kind", lambda: ShardedEigenpairs.load(folder / "basis torch.float32", group=group))
+    tried(
+        "other n",
+        lambda: Shards(N + 1, group).load(folder / "pairs", "sharded eigenpairs"),
+    )
+    tried("too small", lambda: ShardedBasis.load(folder / "basis torch.int8", capacity=2))
+    # damage on the disk that only rank 1 reads: rank 0 must hear of it
+    tried("damaged", lambda: ShardedBasis.load(folder / "damaged", group=group))
+    return said
+
+
+def on_two_ranks(group, ours, theirs):
+    """Everything that two ranks do, in one start."""
+    found = {"loaded": load_all(group, theirs), "whole": whole_file(group, theirs)}
+    save_all(group, ours)
+    damaged = ours / "damaged"
+    ShardedBasis.load(ours / "basis torch.float32", group=group).save(damaged)
+    if group.rank == 1:
+        file = next(damaged.glob("state-*/shard-00001-*"))
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(bytes(data))
+    group.facts(None)  # both have come here
+    found["refusals"] = refusals(group, ours)
+    found["resumed"] = solve(group, ours)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """What two ranks wrote, what one wrote, what two read, and how the killed solve ended."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    with pytest.raises(RankError) as killed:
+        launch(dying, 2, str(two), timeout=60, patience=20)
+    shutil.copytree(two / "solve", two / "copy" / "solve")
+    with join() as group:
+        save_all(group, one)
+    whole = Basis(N, 9)
+    whole.extend(torch.randn(4, N, generator=torch.Generator().manual_seed(7)))
+    whole.save(one / "whole.safetensors")
+    found = launch(on_two_ranks, 2, two, one, timeout=100, patience=30)
+    return {"one": one, "two": two, "found": found, "killed": str(killed.value), "whole": whole}
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for name, one in a.items():
+        for key, value in one.items():
+            other = b[name][key]
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, other), (name, key)
+            elif key not in ("width", "drift"):
+                assert value == other, (name, key)
+
+
+def test_what_one_rank_saved_two_ranks_read_bit_for_bit(folders):
+    with join() as group:
+        here = load_all(group, folders["one"])
+    for there in folders["found"]:
+        same(there["loaded"], here)
+        assert there["loaded"]["basis torch.float32"]["width"] == 384
+        assert there["loaded"]["basis torch.float32"]["drift"] < 1e-6
+
+
+def test_what_two_ranks_saved_one_rank_reads(folders):
+    with join() as group:
+        ours, theirs = load_all(group, folders["two"]), load_all(group, folders["one"])
+    for dtype in STORAGE:
+        name = f"basis {dtype}"
+        tolerance = {torch.bfloat16: 1e-2, torch.int8: 2e-2}.get(dtype, 1e-6)
+        assert torch.allclose(ours[name]["rows"], theirs[name]["rows"], atol=tolerance), name
+        assert ours[name]["segments"] == theirs[name]["segments"], name
+    assert torch.allclose(ours["pairs"]["values"], theirs["pairs"]["values"], rtol=1e-9)
+    assert torch.allclose(ours["pairs"]["vectors"], theirs["pairs"]["vectors"], atol=1e-5)
+
+
+def test_only_the_newest_two_states_are_kept(folders):
+    states = sorted(path.name for path in (folders["two"] / "pairs").glob("state-*"))
+    assert states == ["state-1", "state-2"]
+
+
+def test_a_state_that_was_never_finished_does_not_count(folders):
+    rest = folders["two"] / "pairs" / "state-7"
+    rest.mkdir()
+    (rest / "shard-00000-of-00002.safetensors").write_bytes(b"half of it")
+    with join() as group:
+        assert len(ShardedEigenpairs.load(folders["two"] / "pairs", group=group)) == 3
+
+
+def test_the_file_of_a_whole_basis_can_be_read_in_shards(folders):
+    rows, size, capacity = folders["found"][1]["whole"]
+    assert torch.equal(rows, folders["whole"].rows())
+    assert (size, capacity) == (4, 20)
+
+
+def test_a_killed_rank_ends_the_solve_and_is_named(folders):
+    assert "rank 1 ended with exit code -9" in folders["killed"]
+    assert "rank 0: rank 1 gave no sign of life" in folders["killed"]
+
+
+def test_the_killed_solve_resumes_on_as_many_ranks_and_on_another_number(folders):
+    straight = lanczos(matrix(), 6, tol=1e-6, basis=24, dense=False)
+    with join() as group:
+        alone = solve(group, folders["two"] / "copy")
+    for resumed in (folders["found"][0]["resumed"], alone):
+        assert torch.allclose(resumed["values"], straight.values, rtol=1e-10)
+        assert torch.allclose(resumed["vectors"], straight.vectors, atol=1e-6)
+        assert abs(resumed["all"] - straight.matvecs) <= 4
+        # not from the beginning: the products before the checkpoint were not made again
+        assert resumed["made"] <= resumed["all"] - 30
+
+
+def test_what_cannot_be_read_is_refused_on_every_rank(folders):
+    expected = {
+        "missing": "is not a folder of shards",
+        "kind": "holds a sharded basis, not a sharded eigenpairs",
+        "other n": "holds vectors of 700 elements, not 701",
+        "too small": "holds 5 rows; capacity=2",
+        "damaged": "checksum does not match",
+    }
+    for rank, found in enumerate(folders["found"]):
+        for name, text in expected.items():
+            assert text in found["refusals"][name], (rank, name)
+    assert "rank 1 failed in loading" in folders["found"][0]["refusals"]["damaged"]
