@@ -1,6 +1,7 @@
 """From labels to results: what is missing is computed, in one process or several."""
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -46,8 +47,8 @@ class Work:
 
     @property
     def command(self) -> str:
-        seeds = " ".join(map(str, self.seeds))
-        return f"python -m experiments run {self.label} --size {self.size} --seeds {seeds}"
+        words = ["run", self.label, "--size", self.size, "--seeds", *map(str, self.seeds)]
+        return f"python -m experiments {shlex.join(words)}"
 
     def __str__(self) -> str:
         what = self.label
@@ -123,15 +124,11 @@ def shard(work: Sequence[Work], index: int, count: int) -> list[Work]:
     """
     pairs = [(seed, one) for seed in _order(work) for one in work if seed in one.seeds]
     part = pairs[len(pairs) * (index - 1) // count : len(pairs) * index // count]
-    chosen = [
-        (one, tuple(seed for seed in one.seeds if (seed, one) in part)) for one in work
-    ]  # fmt: skip
+    chosen = [(one, tuple(seed for seed in one.seeds if (seed, one) in part)) for one in work]
     return [Work(one.label, one.size, seeds, one.training) for one, seeds in chosen if seeds]
 
 
-def each(
-    work: Sequence[Work], place: Place, jobs: int
-) -> Iterator[tuple[Work, str | None]]:  # fmt: skip
+def each(work: Sequence[Work], place: Place, jobs: int) -> Iterator[tuple[Work, str | None]]:
     """Do all of it, ``jobs`` at a time; yields each piece when it ends, with its error if any."""
     if jobs == 1:
         torch.set_num_threads(place.threads)
