@@ -78,7 +78,8 @@ def _text(x: float | str) -> str:
 
 def _cell(entry: Row, sized: bool) -> str:
     if entry.unit == "bytes":
-        return f"{entry.p50 / 2**20:.0f} MiB"
+        small = entry.p50 < 10 * 2**20
+        return f"{entry.p50 / 2**10:,.0f} KiB" if small else f"{entry.p50 / 2**20:,.0f} MiB"
     if not sized or entry.p20 == entry.p80:
         return number(entry.p50)
     return f"{number(entry.p50)} ({number(entry.p20)} to {number(entry.p80)})"

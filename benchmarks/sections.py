@@ -139,7 +139,16 @@ SECTIONS: dict[str, Section] = {
         ("memory budget",),
         (_each("Peak over budget (columns: budget in GiB)", "memory budget", ("peak", "budgets")),),
     ),
-    "distributed": Section("Distributed product", ("distributed",), ()),
+    "distributed": Section(
+        "Over several ranks",
+        ("distributed",),
+        (
+            _each("Messages per call (columns: ranks)", "distributed", ("messages", "calls")),
+            _each("Bytes that a rank sends or holds (columns: ranks)", "distributed",
+                  ("bytes", "bytes")),
+        ),
+        "gloo on one machine with two cores: counts, not time.",
+    ),
     "growth": Section("Growth", ("growth",), ()),
 }  # fmt: skip
 

@@ -136,6 +136,15 @@ SUBJECTS: dict[str, Subject] = {
         },
         {"small": 15, "full": 1200},
     ),
+    "distributed": Subject(
+        "bytes, messages and memory of a product, a projection and a step over several ranks",
+        {
+            "small": ("--ranks", "1", "2", "--samples", "64", "--rows", "8", "--repeat", "2"),
+            "standard": ("--ranks", "1", "2"),
+            "full": ("--ranks", "1", "2", "4", "8"),
+        },
+        {"small": 15, "standard": 25, "full": 90},
+    ),
     "growth": Subject(
         "cost against P, N, m, k and tasks, with fitted exponents",
         {"small": (*SMALL, "--rounds", "3"), "standard": SMALL, "full": FULL},
