@@ -10,6 +10,7 @@ import torch
 
 from curvlab.basis import Basis
 from curvlab.distributed import (
+    DataParallel,
     RankError,
     Sharded,
     ShardedBasis,
@@ -125,6 +126,27 @@ def refusals(group, folder):
     return said
 
 
+def replicated(group, folder):
+    """A solve with whole vectors on every rank, broken off and resumed: one file for all."""
+    whole, made = matrix(), 0
+
+    def product(vector):
+        nonlocal made
+        made += 1
+        if made == 40:
+            raise OSError("the disk of this rank is gone") if group.rank else KeyError("nothing")
+        return whole @ vector
+
+    operator = DataParallel(FromFunction(product, N, dtype=torch.float64), samples=2 + group.rank)
+    asked = {**ASKED, "checkpoint": folder / "replicated.safetensors", "dense": False}
+    try:
+        lanczos(operator, 6, **asked)
+    except (OSError, KeyError) as error:
+        broken = str(error)
+    before, pairs = made, lanczos(operator, 6, **asked)
+    return {"broken": broken, "made": made - before, "all": pairs.matvecs, "values": pairs.values}
+
+
 def on_two_ranks(group, ours, theirs):
     """Everything that two ranks do, in one start."""
     found = {"loaded": load_all(group, theirs), "whole": whole_file(group, theirs)}
@@ -139,6 +161,7 @@ def on_two_ranks(group, ours, theirs):
     group.facts(None)  # both have come here
     found["refusals"] = refusals(group, ours)
     found["resumed"] = solve(group, ours)
+    found["replicated"] = replicated(group, ours)
     return found
 
 
@@ -224,6 +247,16 @@ def test_the_killed_solve_resumes_on_as_many_ranks_and_on_another_number(folders
         assert abs(resumed["all"] - straight.matvecs) <= 4
         # not from the beginning: the products before the checkpoint were not made again
         assert resumed["made"] <= resumed["all"] - 30
+
+
+def test_ranks_with_whole_vectors_share_one_checkpoint(folders):
+    straight = lanczos(matrix(), 6, tol=1e-6, basis=24, dense=False)
+    for rank, found in enumerate(folders["found"]):
+        resumed = found["replicated"]
+        assert ("disk" in resumed["broken"]) == (rank == 1)
+        assert torch.allclose(resumed["values"], straight.values, rtol=1e-10)
+        assert resumed["made"] <= resumed["all"] - 30
+    assert (folders["two"] / "replicated.safetensors").is_file()
 
 
 def test_what_cannot_be_read_is_refused_on_every_rank(folders):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from curvlab.distributed.group import Group
 from curvlab.storage import Pieces, StorageError, open_pieces, save_pieces, write_atomically
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ CURRENT = "current.json"
 KEPT = 2  # states: the current one and the one before
 
 
-def exists(shards: "Shards", path: Path) -> bool:
-    """Whether there is a saved state, which all ranks must see."""
-    seen = shards.group.facts((path / CURRENT).is_file(), "a look for a saved state")
+def seen_by_all(group: Group, path: Path) -> bool:
+    """Whether the file ``path`` exists; raises if only some ranks see it."""
+    seen = group.facts(path.is_file(), "a look for a saved state")
     if any(seen) and not all(seen):
         blind = [rank for rank, found in enumerate(seen) if not found]
         raise StorageError(f"ranks {blind} do not see {path}, others do: use a shared folder")

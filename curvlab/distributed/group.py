@@ -174,6 +174,8 @@ def join(timeout: float = 600.0, backend: str | None = None) -> Iterator[Group]:
         store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
     group = Group()
     if size > 1:

@@ -21,6 +21,7 @@ from curvlab.distributed.agreement import (
     require_same,
 )
 from curvlab.distributed.group import Group, current
+from curvlab.distributed.replicated import Replicated
 from curvlab.distributed.shards import Shards
 from curvlab.distributed.watch import RankError
 from curvlab.operators import Curvature, Operator
@@ -41,6 +42,10 @@ class DataParallel(Operator):
         samples: What the mean on this rank divides by; by default what ``part`` says. Needed for
             operators that are not made from a model, a loss and data.
         group: The ranks; by default those of the job.
+
+    Attributes:
+        weight: Of this rank's part in the whole.
+        vector_space: Whole vectors, the same on every rank: solvers run on all ranks alike.
     """
 
     def __init__(
@@ -56,11 +61,13 @@ class DataParallel(Operator):
         facts = require_same(self.group, mine)
         require_distinct(self.group, part)
         n, dtype = int(facts["n"]), getattr(torch, facts["dtype"].removeprefix("torch."))
-        device = torch.device(facts["device"] if part is None else part.device)
+        device = facts["device"] if part is None else part.device
+        device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         super().__init__(n, dtype, device, getattr(part, "layout", None))
         self.limit = facts["limit"]
         self.weight = self._weight(samples, facts.get("reduction", "mean"))
         self.number = 0  # of the product
+        self.vector_space = Replicated(n, self.group)
 
     def _facts(self, samples: float | None) -> dict[str, object] | None:
         """What must agree with other ranks, having checked what can be wrong on this one alone."""

@@ -44,6 +44,7 @@ class Shards:
         held: How many of this rank's elements belong to the vector; the others are zero.
     """
 
+    sharded = True
     shared = True
 
     def __init__(self, n: int, group: Group | None = None) -> None:
@@ -226,7 +227,7 @@ class Shards:
 
     def exists(self, path: Path) -> bool:
         """Whether every rank sees a saved state; raises if only some do."""
-        return files.exists(self, path)
+        return files.seen_by_all(self.group, path / files.CURRENT)
 
     def save(
         self,

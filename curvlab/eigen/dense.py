@@ -24,7 +24,7 @@ def dense_is_cheaper(products: Products, k: int) -> bool:
     A search needs two or three products per pair and a few dozen more. A matrix that is already
     there needs none at all, only the decomposition, cheap up to a few hundred rows.
     """
-    if products.space.shared:
+    if products.space.sharded:
         return False
     if isinstance(products.operator, Dense):
         return products.n <= max(256, 6 * k)

@@ -84,7 +84,7 @@ def spectral_energy(
     products = Products(as_operator(operator), None)
     products.probe(None, seed)
     n = products.n
-    small = n <= 2 * FIRST + 2 * probes and not products.space.shared
+    small = n <= 2 * FIRST + 2 * probes and not products.space.sharded
     if dense or (dense is None and small):
         pairs = lanczos(operator, n, tol=tol, seed=seed, dense=True, progress=False)
         tail = torch.zeros(2, n + 1, dtype=torch.float64)

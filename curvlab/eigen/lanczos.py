@@ -119,7 +119,7 @@ def lanczos(
     keeping = Keeping(None if checkpoint is None else Path(checkpoint), checkpoint_every, progress)
     certificate = certify_operator(products, limit, seed, keeping.resumes(products.space))
     accepted = error_limit(products, limit, certificate)
-    if dense and products.space.shared:
+    if dense and products.space.sharded:
         raise ValueError("dense=True needs whole vectors; this operator's are in shards")
     if dense or (dense is None and start is None and dense_is_cheaper(products, k)):
         return solve_dense(

@@ -28,6 +28,7 @@ class Space(Protocol):
     Attributes:
         n: Elements of a vector.
         width: Elements of it that are held here: the length of every tensor that stands for one.
+        sharded: Whether ``width`` is only a part.
         shared: Whether other processes take part, so that all must do the same at the same time.
         leads: Whether this process may write to the terminal.
     """
@@ -36,6 +37,8 @@ class Space(Protocol):
     def n(self) -> int: ...
     @property
     def width(self) -> int: ...
+    @property
+    def sharded(self) -> bool: ...
     @property
     def shared(self) -> bool: ...
     @property
@@ -92,7 +95,7 @@ class Space(Protocol):
 
 @runtime_checkable
 class SpacedOperator(Protocol):
-    """An operator whose vectors are not plain tensors ``(n,)``, but those of a space."""
+    """An operator that says where its vectors live."""
 
     @property
     def vector_space(self) -> Space: ...
@@ -106,6 +109,7 @@ def space_of(operator: LinearOperator) -> Space:
 class Local:
     """Whole vectors, in this process."""
 
+    sharded = False
     shared = False
     leads = True
     coefficients = staticmethod(ops.coefficients)
