@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-ENOUGH = 1 << 18  # products below which a second thread costs more than it brings
+ENOUGH = 1 << 23  # products below which waking a second thread costs more than it brings
 ALIGNMENT = 8192  # spans end where tiles do, so that tiles are the same for any number of threads
 
 _lock = threading.Lock()
