@@ -12,7 +12,7 @@ half of its norm in the span. A contender that leaks is not faster: it does less
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,7 +56,7 @@ class Sweep:
     directions: int  # of the step overheads
     vit: tuple[int, int]  # (P, m) of the largest basis
     shortest: float = 0.02  # seconds of a sample
-    whole: bool = True  # also other tiers and the styles of public code
+    brief: tuple[tuple[int, int], ...] = ()  # (P, m) without other tiers and public code's styles
 
 
 SWEEPS = {
@@ -68,7 +68,7 @@ SWEEPS = {
         "small",
         20,
         (1_000_000, 100),
-        whole=False,
+        brief=((500_000, 20), (500_000, 100), (12_400_000, 20)),
     ),
     "full": Sweep(
         ((18_010, 100), (500_000, 20), (500_000, 100), (12_400_000, 20), (12_400_000, 100)),
@@ -77,6 +77,7 @@ SWEEPS = {
         "full",
         20,
         (11_700_000, 400),  # 4.7e9 elements
+        brief=((12_400_000, 100),),  # 5 GB in float32: minutes for each contender
     ),
 }
 
@@ -122,7 +123,7 @@ def measure(n: int, m: int, sweep: Sweep, threads: int, folder: Path) -> Iterato
     given = problem(n, m)
     reference = torch_rows(given)
     first = True
-    for build in contenders(given, folder, whole=sweep.whole):
+    for build in contenders(given, folder, whole=(n, m) not in sweep.brief):
         contender = build()
         seconds = interleave(
             {"baseline": reference.run, "contender": contender.run},
@@ -197,21 +198,29 @@ def print_sizes(n: int, m: int) -> None:
     print(format_table(["dtype", "takes", *GPU_BYTES], lines))
 
 
-def run(size: str, out: Path, threads: int) -> list[Row]:
-    """Measure everything, print the tables, write rows and picture to ``out``."""
-    sweep = SWEEPS[size]
+def run(
+    size: str, out: Path, threads: int, sizes: Sequence[tuple[int, int]] | None = None
+) -> list[Row]:
+    """Measure everything, print the tables, write rows and picture to ``out``.
+
+    With ``sizes``, ``(P, m)`` each, only the projections of those.
+    """
+    sweep, whole = SWEEPS[size], sizes is None
+    if sizes is not None:
+        sweep = replace(sweep, sizes=tuple(sizes))
     out.mkdir(parents=True, exist_ok=True)
     with pinned_threads(threads):
         hardware = machine(sweep, threads)
         print(environment(threads))
         print(f"STREAM read {hardware.bandwidth / 1e9:.1f} GB/s, ", end="")
         print(f"float32 GEMM {hardware.peak / 1e9:.0f} Gflop/s\n")
-        rows, lines, points = list[Row](), list[list[str]](), list[Point]()
+        rows, points = list[Row](), list[Point]()
         with scratch(out) as folder:
             for n, m in sweep.sizes:
-                write_rows(out / "projection.csv", rows)  # the next size may take long
+                lines = list[list[str]]()
                 for found in measure(n, m, sweep, threads, folder):
                     rows += rows_of(found, hardware, threads)
+                    write_rows(out / "projection.csv", rows)  # the next one may take long
                     lines.append(line_of(found, hardware))
                     one, each = found.contender, quantiles(found.seconds).p50
                     points.append(
@@ -219,8 +228,11 @@ def run(size: str, out: Path, threads: int) -> list[Row]:
                             one.name, found.size, one.flops / one.moved, one.flops / each, one.ours
                         )
                     )
-            header = ["contender", "size", "MB moved", "ms", "GB/s", "of STREAM"]
-            print(format_table([*header, "x torch float32", "leak"], lines))
+                header = ["contender", "size", "MB moved", "ms", "GB/s", "of STREAM"]
+                print(format_table([*header, "x torch float32", "leak"], lines), flush=True)
+                print()
+            if not whole:
+                return rows
             rows += _overheads(sweep, threads)
             rows += _largest(sweep, threads, folder)
     print_sizes(*sweep.vit)
@@ -266,8 +278,10 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SWEEPS), default="small")
     parser.add_argument("--out", type=Path, default=Path("results/projection"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sizes", nargs="+", metavar="P:m", help="only these projections")
     arguments = parser.parse_args()
-    run(arguments.size, arguments.out, arguments.threads)
+    sizes = arguments.sizes and [tuple(map(int, one.split(":"))) for one in arguments.sizes]
+    run(arguments.size, arguments.out, arguments.threads, sizes)
 
 
 if __name__ == "__main__":
