@@ -15,6 +15,7 @@ from curvlab.metrics import (
     LowRank,
     average_forgetting,
     current_accuracy,
+    distances,
     expand,
     loss_forgetting,
     old_pairs,
@@ -63,7 +64,7 @@ def _predictions(config: Config, run: Run, shelf: Shelf) -> Metrics:
         "errors": errors,
         "E_o": old_pairs(forgotten).tolist(),
         "E": measured[1:].tolist(),
-        "distance": old_pairs(one.distances).tolist(),
+        "distance": old_pairs(distances(run.snapshots)).tolist(),
         "a_tt": current_accuracy(run.test_accuracy).tolist(),
         "parameters": run.initial.numel(),
     }
