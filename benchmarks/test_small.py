@@ -48,7 +48,7 @@ def every_product() -> Iterator[tuple[str, str, str]]:
                 yield name, kind, contender.name
 
 
-@pytest.mark.parametrize(("name", "kind", "contender"), every_product())
+@pytest.mark.parametrize(("name", "kind", "contender"), list(every_product()))
 def test_product(benchmark: Timer, name: str, kind: str, contender: str) -> None:
     net = network(name)
     one, double = (
