@@ -15,7 +15,7 @@ from curvlab.training import Run
 from experiments.curvature import gauss_newton, hessian
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.paper import HIGH, LOW
-from experiments.rotated import DEMO, FULL, RATES, SMALL, Rotated, learned, outcome
+from experiments.rotated import DEMO, FULL, FULL_FEW, RATES, SMALL, Rotated, learned, outcome
 from experiments.shelf import Shelf, Training
 from experiments.tables import Claim, Metrics, Table, claim
 
@@ -34,7 +34,7 @@ def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics
         for one in shelf.runs(gpm, seeds):
             found[one.seed][rate] = {"D": _diagonality(config, shelf, gpm, one)}
         ogd = config.stream.training(rate, "OGD")
-        for one in shelf.runs(ogd, seeds):
+        for one in shelf.runs(ogd, config.stream.seeds_of("OGD", seeds)):
             found[one.seed][rate]["S"] = _similarity(config, shelf, ogd, one)
     return found
 
@@ -74,7 +74,7 @@ def tables(config: Config, metrics: BySeed) -> list[Table]:
     for rate in RATES:
         current: list[float] = []
         for side in ("D", "S"):
-            group = [one[rate][side] for one in metrics.values()]
+            group = [one[rate][side] for one in metrics.values() if side in one[rate]]
             table.add(rate, side, [score for one in group for score in one["scores"]])
             table.add(rate, f"error of {side}", [e for one in group for e in one["errors"]])
             current += [learned(one) for one in group]
@@ -100,11 +100,12 @@ EXPERIMENT = Experiment(
     sizes={
         "demo": Config(replace(DEMO, tasks=2), columns=200, probes=50),
         "scaled": Config(SMALL, columns=300, probes=100),
+        "few": Config(FULL_FEW),
         "full": Config(),
     },
     run=run,
     tables=tables,
     claims=claims,
     trainings=lambda config: config.stream.trainings(["GPM", "OGD"]),
-    cost={"demo": "1 min", "scaled": "5 min", "full": "1 h"},
+    cost={"demo": "1 min", "scaled": "10 min", "few": "1 h", "full": "4 h on one core"},
 )

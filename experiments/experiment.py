@@ -13,7 +13,8 @@ from typing import Any
 from experiments.shelf import Shelf, Training
 from experiments.tables import Claim, Metrics, Table
 
-SIZES = ("demo", "scaled", "full")
+# "few" is the paper's size with fewer seeds for the learners that cost most.
+SIZES = ("demo", "scaled", "few", "full")
 SEEDS = (11, 13, 21, 33, 55)  # the paper's
 
 BySeed = Mapping[int, Metrics]
@@ -28,7 +29,7 @@ class Experiment:
         what: One line.
         data: ``"none"``, ``"mnist"``, ``"cifar10"`` or ``"cifar100"``; what ``scaled`` and ``full``
             read from files (``demo`` takes embedded data).
-        sizes: ``"demo"``, ``"scaled"``, ``"full"`` to the module's frozen ``Config``.
+        sizes: ``"demo"``, ``"scaled"``, ``"few"``, ``"full"`` to the module's frozen ``Config``.
         run: ``(config, seeds, shelf)`` to the metrics of each seed. All seeds at once, because the
             shelf trains them side by side; the metrics of a seed may not depend on the others.
         tables: ``(config, metrics by seed)`` to tables.
