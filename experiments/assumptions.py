@@ -15,7 +15,18 @@ from curvlab.training import Run
 from experiments.curvature import gauss_newton, hessian
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.paper import HIGH, LOW
-from experiments.rotated import DEMO, FULL, FULL_FEW, RATES, SMALL, Rotated, learned, outcome
+from experiments.rotated import (
+    DEMO,
+    FULL,
+    RATES,
+    SMALL,
+    Few,
+    Rotated,
+    caption,
+    learned,
+    outcome,
+    seeds_of,
+)
 from experiments.shelf import Shelf, Training
 from experiments.tables import Claim, Metrics, Table, claim
 
@@ -25,6 +36,7 @@ class Config:
     stream: Rotated = FULL
     columns: int = 500  # of 17,800, for D
     probes: int = 200  # for S
+    few: Few = None
 
 
 def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
@@ -34,7 +46,7 @@ def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics
         for one in shelf.runs(gpm, seeds):
             found[one.seed][rate] = {"D": _diagonality(config, shelf, gpm, one)}
         ogd = config.stream.training(rate, "OGD")
-        for one in shelf.runs(ogd, config.stream.seeds_of("OGD", seeds)):
+        for one in shelf.runs(ogd, seeds_of("OGD", seeds, config.few)):
             found[one.seed][rate]["S"] = _similarity(config, shelf, ogd, one)
     return found
 
@@ -69,7 +81,7 @@ def _listed(scores: Sequence[Estimate]) -> Metrics:
 
 def tables(config: Config, metrics: BySeed) -> list[Table]:
     columns = ("D", "error of D", "S", "error of S", "a_tt")
-    title = f"assumptions of GPM (D) and OGD (S), {config.stream.caption}"
+    title = f"assumptions of GPM (D) and OGD (S), {caption(config.stream, config.few)}"
     table = Table("tab:ASSMPT", title, columns)
     for rate in RATES:
         current: list[float] = []
@@ -100,12 +112,12 @@ EXPERIMENT = Experiment(
     sizes={
         "demo": Config(replace(DEMO, tasks=2), columns=200, probes=50),
         "scaled": Config(SMALL, columns=300, probes=100),
-        "few": Config(FULL_FEW),
+        "few": Config(few=(11,)),
         "full": Config(),
     },
     run=run,
     tables=tables,
     claims=claims,
-    trainings=lambda config: config.stream.trainings(["GPM", "OGD"]),
+    trainings=lambda config: config.stream.trainings(["GPM", "OGD"], config.few),
     cost={"demo": "1 min", "scaled": "10 min", "few": "1 h", "full": "4 h on one core"},
 )

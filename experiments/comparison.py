@@ -11,13 +11,15 @@ from experiments.paper import HIGH, LOW
 from experiments.rotated import (
     DEMO,
     FULL,
-    FULL_FEW,
     RATES,
     SMALL,
+    Few,
     Rotated,
+    caption,
     forgotten,
     learned,
     outcome,
+    seeds_of,
     square,
 )
 from experiments.shelf import Shelf
@@ -30,6 +32,7 @@ LIKE = 0.25  # two figures are "similar" when they differ by less than this shar
 @dataclass(frozen=True)
 class Config:
     stream: Rotated = FULL
+    few: Few = None
 
 
 def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
@@ -37,7 +40,7 @@ def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics
     for rate in reversed(RATES):
         for learner in LEARNERS:
             training = config.stream.training(rate, learner)
-            for one in shelf.runs(training, config.stream.seeds_of(learner, seeds)):
+            for one in shelf.runs(training, seeds_of(learner, seeds, config.few)):
                 kept = one.notes[-1].get("directions") or one.notes[-1].get("ranks") or 0
                 found[one.seed][rate][learner] = outcome(one) | {"kept": kept}
     return found
@@ -45,7 +48,7 @@ def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics
 
 def tables(config: Config, metrics: BySeed) -> list[Table]:
     columns = ("E(T)", "E(T) with 1/t", "E over pairs", "a(T)", "a_tt", "kept")
-    title = f"forgetting in accuracy, {config.stream.caption}"
+    title = f"forgetting in accuracy, {caption(config.stream, config.few)}"
     table = Table("fig:comparisonRM", title, columns)
     for rate in RATES:
         for learner in LEARNERS:
@@ -117,13 +120,13 @@ EXPERIMENT = Experiment(
     sizes={
         "demo": Config(DEMO),
         "scaled": Config(SMALL),
-        "few": Config(FULL_FEW),
+        "few": Config(few=(11,)),
         "full": Config(),
     },
     run=run,
     tables=tables,
     claims=claims,
     figure=figure,
-    trainings=lambda config: config.stream.trainings(LEARNERS),
+    trainings=lambda config: config.stream.trainings(LEARNERS, config.few),
     cost={"demo": "1 min", "scaled": "20 min", "few": "1 h", "full": "5 h on one core"},
 )

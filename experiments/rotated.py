@@ -6,7 +6,7 @@ forget nothing, having learned nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from experiments.shelf import Training
 from experiments.tables import Metrics
 
 RATES = (LOW, HIGH)
+Few = tuple[int, ...] | None  # the only seeds of the dear learners; None: all
 DEAR = ("SGD-dagger", "OGD")  # hundreds to thousands of directions to project out in every step
 
 
@@ -41,12 +42,6 @@ class Rotated:
     epsilon: float = 0.01  # of the spectral energy that SGD-dagger, OGD and GPM leave out
     network: str = "mlp"  # and its twin without biases for GPM
     embedded: bool = False
-    few: tuple[int, ...] | None = None  # seeds of the dear learners; None: all
-
-    def seeds_of(self, learner: str, seeds: Sequence[int]) -> list[int]:
-        """Those of ``seeds`` for which ``learner`` is trained at this size."""
-        limited = learner in DEAR and self.few is not None
-        return [seed for seed in seeds if not limited or seed in (self.few or ())]
 
     def training(self, rate: str, learner: str = "SGD", level: float | None = None) -> Training:
         """``rate`` is ``LOW`` or ``HIGH``; ``level`` is the learner's figure, by default eps."""
@@ -66,21 +61,16 @@ class Rotated:
             embedded=self.embedded,
         )
 
-    def trainings(self, learners: Sequence[str], rates: Sequence[str] = RATES) -> list[Training]:
-        """The runs of all seeds; where the dear learners have few, they are left to ``run``."""
-        return [
-            self.training(rate, learner) for rate in reversed(rates) for learner in learners
-            if learner not in DEAR or self.few is None
-        ]  # fmt: skip
+    def trainings(self, learners: Sequence[str], few: Few = None) -> list[Training]:
+        """The runs of all seeds at both rates; those of few seeds are left to ``run``."""
+        chosen = [learner for learner in learners if few is None or learner not in DEAR]
+        return [self.training(rate, learner) for rate in reversed(RATES) for learner in chosen]
 
     @property
     def caption(self) -> str:
         """What a table's title says of the size."""
-        if replace(self, few=None) == Rotated():
-            if self.few is None:
-                return "Rotated-MNIST"
-            seeds = ", ".join(map(str, self.few))
-            return f"Rotated-MNIST ({' and '.join(DEAR)}: seed {seeds} only)"
+        if self == Rotated():
+            return "Rotated-MNIST"
         images = "embedded images" if self.embedded else "images"
         return (
             f"Rotated-MNIST, {self.tasks or 5} tasks of {self.train} {images}, rate {self.high} "
@@ -93,7 +83,17 @@ SCALED = {"high": "0.1", "low": "{0.1, 3e-4}", "epochs_high": "15", "epochs_low"
 DEMO = Rotated(**SCALED, tasks=3, train=2000, samples=300, epsilon=0.05, embedded=True)  # type: ignore[arg-type]
 SMALL = Rotated(**SCALED, train=2000, samples=500)  # type: ignore[arg-type]
 FULL = Rotated()
-FULL_FEW = Rotated(few=(11,))  # a seed of a dear learner takes up to half an hour at full size
+
+
+def seeds_of(learner: str, seeds: Sequence[int], few: Few) -> list[int]:
+    """Those of ``seeds`` for which a label trains ``learner``."""
+    return [seed for seed in seeds if few is None or learner not in DEAR or seed in few]
+
+
+def caption(stream: Rotated, few: Few) -> str:
+    """The stream's, with what was left out."""
+    less = "" if few is None else f" ({' and '.join(DEAR)}: seed {', '.join(map(str, few))} only)"
+    return stream.caption + less
 
 
 def outcome(run: Run) -> Metrics:

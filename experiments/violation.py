@@ -12,13 +12,15 @@ from experiments.paper import HIGH, LOW
 from experiments.rotated import (
     DEMO,
     FULL,
-    FULL_FEW,
     RATES,
     SMALL,
+    Few,
     Rotated,
+    caption,
     forgotten,
     learned,
     outcome,
+    seeds_of,
 )
 from experiments.shelf import Shelf
 from experiments.tables import Claim, Metrics, Table, claim
@@ -29,6 +31,7 @@ LEARNERS = ("GPM", "OGD", "SGD", "SGD-dagger")  # the paper's table has the firs
 @dataclass(frozen=True)
 class Config:
     stream: Rotated = FULL
+    few: Few = None
 
 
 def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
@@ -36,7 +39,7 @@ def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics
     for rate in RATES:
         for learner in LEARNERS:
             training = config.stream.training(rate, learner)
-            for one in shelf.runs(training, config.stream.seeds_of(learner, seeds)):
+            for one in shelf.runs(training, seeds_of(learner, seeds, config.few)):
                 violation = expansion(shelf, training, one).violation()
                 found[one.seed][rate][learner] = outcome(one) | {
                     "violation": rounded(violation[1:].tolist())
@@ -45,7 +48,7 @@ def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics
 
 
 def tables(config: Config, metrics: BySeed) -> list[Table]:
-    title = f"violation of the null-forgetting constraint, {config.stream.caption}"
+    title = f"violation of the null-forgetting constraint, {caption(config.stream, config.few)}"
     table = Table("tab:VOC", title, ("VNC", "E(T)", "a_tt"))
     for rate in RATES:
         for learner in LEARNERS:
@@ -82,12 +85,12 @@ EXPERIMENT = Experiment(
     sizes={
         "demo": Config(DEMO),
         "scaled": Config(SMALL),
-        "few": Config(FULL_FEW),
+        "few": Config(few=(11,)),
         "full": Config(),
     },
     run=run,
     tables=tables,
     claims=claims,
-    trainings=lambda config: config.stream.trainings(LEARNERS),
+    trainings=lambda config: config.stream.trainings(LEARNERS, config.few),
     cost={"demo": "1 min", "scaled": "20 min", "few": "1 h", "full": "5 h on one core"},
 )
