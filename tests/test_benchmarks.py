@@ -274,6 +274,11 @@ def test_the_front_refuses_unknown_subjects_and_leaves_out_what_does_not_fit(tmp
     assert "budget (not at size standard)" in printed
 
 
+def test_a_subject_that_takes_too_long_is_stopped():
+    assert front._measure(["timeit", "-n1", "-r1", "1"], 60.0) == 0
+    assert front._measure(["timeit", "-n1", "-r1", "import time; time.sleep(60)"], 0.1) is None
+
+
 def test_verdicts_of_files_are_printed(tmp_path, capsys):
     figure = TARGETS[0].figure
     write_rows(tmp_path / "a.csv", [row(figure.subject, figure.contender, figure.metric,
