@@ -58,7 +58,8 @@ def table(view: View, rows: Sequence[Row]) -> str:
         if by_x:
             return entry.contender, _text(entry.x)
         name = f"{entry.contender}, {_text(entry.x)}" if several else entry.contender
-        return name, f"{entry.metric}, {entry.unit}".removesuffix(", ")
+        same = entry.unit in ("", entry.metric)
+        return name, entry.metric if same else f"{entry.metric}, {entry.unit}"
 
     if not by_x:
         shown.sort(key=lambda entry: view.metrics.index((entry.metric, entry.unit)))
