@@ -1,7 +1,6 @@
 """Operators, vectors and bases over ranks: the same numbers as in one process, however divided.
 
-Processes are started once per number of ranks and run every case inside; the tests look at what
-they brought back. Two ranks belong to the default suite, four and eight are slow.
+Processes are started once per number of ranks and run every case; the tests look at the results.
 """
 
 import functools
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.basis import Basis
 from curvlab.distributed import DataParallel, Sharded, ShardedBasis, Shards, launch, shard_width
@@ -119,7 +117,7 @@ def products(group):
             "loss": abs(parallel.loss - whole.loss) / abs(whole.loss),
             "repeats": torch.equal(product, again),
             "bits": bits(product),
-            "passed": parallel.certificate.passed,
+            "passed": parallel.certificate.passed and parallel.layout == whole.layout,
         }
         before = group.traffic.messages
         parallel @ vectors
@@ -152,8 +150,8 @@ def kernels(group):
             errors.append(abs(float(length) / float(rest[0].norm()) - 1.0))
             block = taken[: min(3, n - m)].clone()
             kept = space.orthonormalise_block_(rows, block)
-            both = space.gather(torch.cat([rows, block])).double()
-            errors.append(float((both @ both.T - torch.eye(len(both))).abs().max()))
+            together = space.gather(torch.cat([rows, block])).double()
+            errors.append(float((together @ together.T - torch.eye(m + len(block))).abs().max()))
             if m >= 2:
                 start = 0.7 * basis[-1] + 0.3 * basis[-2] + rest[1]
                 step = space.take(start.to(dtype))
@@ -162,8 +160,15 @@ def kernels(group):
                 errors.append(
                     abs(float(alpha) - 0.7) + abs(float(beta) / float(rest[1].norm()) - 1)
                 )
-            dependent = space.take(basis[:1].to(dtype))[0] if m else None
-            zero = 0.0 if dependent is None else float(space.orthonormalise_(rows, dependent)[1])
+            if m >= 3:  # nearly in the span of the rows: one pass would not do
+                near = basis[0] + torch.finfo(dtype).eps ** 0.5 * rest[2] / rest[2].norm()
+                hard, step = space.take(near.to(dtype)), space.take(near.to(dtype))
+                space.orthonormalise_(rows, hard)
+                space.lanczos_step_(rows, step, 0.0)
+                both = space.coefficients(rows, torch.stack([hard, step]))
+                errors.append(float(both.abs().max()))
+            dependent = rows[0].clone() if m else space.take(torch.zeros(n, dtype=dtype))
+            zero = float(space.orthonormalise_(rows, dependent)[1])
             found[f"{dtype} {n} {m}"] = (dtype, max(errors), bool(kept.all()), zero)
     return found
 
@@ -233,8 +238,10 @@ def bases(group):
         also = ours.sgd_step_(copies, gradients, [shard], 0.1, 0.01, 0.9)
         ours.sgd_step_(twice, [mine], [], 0.1)
         flat = torch.cat([p.flatten() for p in parameters])
-        projected = [g.clone() for g in gradients]
-        ours.project_out_(projected)
+        projected = [nn.Parameter(p) for p in parameters]
+        for parameter, gradient in zip(projected, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        ours.project_gradients_(projected)
         whole.project_out_(gradients)
         found[str(dtype)] = {
             "dtype": working,
@@ -244,7 +251,7 @@ def bases(group):
             "coefficients": distance(also, removed),
             "step": distance(torch.cat([c.flatten() for c in copies]), flat),
             "projection": distance(
-                torch.cat([p.flatten() for p in projected]),
+                torch.cat([p.grad.flatten() for p in projected]),
                 torch.cat([g.flatten() for g in gradients]),
             ),
             "leak": float((ours.leak(space.take(vectors)) - whole.leak(vectors)).abs().max()),
@@ -258,39 +265,7 @@ def bases(group):
     return found
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the most elements that any tensor had."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
-def room(group):
-    """The largest tensor while vectors of n elements are found, kept and projected off."""
-    widths, samples = (40, 30, 3), 24
-    model, (inputs, targets) = network(widths, 0), data(widths, samples, 0)
-    part = share(Hessian, model, cross_entropy, inputs, targets, cut(group, samples, 1))
-    sharded = Sharded(DataParallel(part))
-    memory = ShardedBasis(sharded.n, 20, group=group)
-    with Largest() as largest:
-        pairs = lanczos(sharded, 12, tol=1e-2, basis=60, multiplicity="skip")
-        memory.extend(pairs.vectors)
-        memory.project_out_(pairs.vectors.clone())
-    return {
-        "largest": largest.elements,
-        "n": sharded.n,
-        "shard": 62 * shard_width(sharded.n, group.size),
-        "whole": 62 * sharded.n,
-    }
-
-
-CASES = {case.__name__: case for case in (products, kernels, solvers, bases, room)}
+CASES = {case.__name__: case for case in (products, kernels, solvers, bases)}
 
 
 def everything(group):
@@ -377,13 +352,10 @@ def test_a_sharded_basis_projects_and_steps_like_a_whole_one(ranks):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_rank_holds_its_share_of_the_basis_and_never_a_whole_one(ranks):
+def test_a_rank_holds_its_share_of_the_basis(ranks):
     for found in results("bases", ranks):
         for name, one in found.items():
             assert one["share"] <= 1.0 / ranks + 64 / 829, name
-    for found in results("room", ranks):
-        assert found["largest"] <= max(found["shard"], 2 * found["n"] + 64 * ranks)
-        assert found["largest"] < found["whole"]
 
 
 def test_shards_are_whole_blocks_and_never_as_long_as_the_vector():
@@ -393,3 +365,10 @@ def test_shards_are_whole_blocks_and_never_as_long_as_the_vector():
             assert width % 64 == 0
             assert width * ranks >= n
             assert ranks == 1 or width != n
+
+
+@pytest.mark.slow
+def test_another_run_on_as_many_ranks_gives_the_same_bits():
+    again = launch(products, 2, timeout=120, patience=30)
+    for name, found in results("products", 2)[0].items():
+        assert again[0][name]["bits"] == found["bits"], name

@@ -228,7 +228,7 @@ def test_a_rank_that_fails_or_goes_another_way_ends_the_job(how, text):
     victim = 1
     began = time.monotonic()
     with pytest.raises(RankError) as error:
-        launch(going_wrong, 2, how, victim, timeout=60, patience=3)
+        launch(going_wrong, 2, how, victim, timeout=60, patience=5)
     assert text.format(victim=victim, other=1 - victim) in str(error.value)
     assert time.monotonic() - began < 40
 
@@ -238,7 +238,7 @@ def test_a_rank_that_fails_or_goes_another_way_ends_the_job(how, text):
 @pytest.mark.parametrize("how", ["raises", "goes another way"])
 def test_the_right_one_of_four_ranks_is_named(how, victim):
     with pytest.raises(RankError) as error:
-        launch(going_wrong, 4, how, victim, timeout=60, patience=3)
+        launch(going_wrong, 4, how, victim, timeout=60, patience=5)
     named = f"rank {victim} failed" if how == "raises" else f"rank {victim}: in collective 2"
     assert named in str(error.value)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.basis import Basis
 from curvlab.distributed import (
@@ -18,6 +19,7 @@ from curvlab.distributed import (
     Shards,
     join,
     launch,
+    shard_width,
 )
 from curvlab.eigen import lanczos
 from curvlab.operators import Dense, FromFunction
@@ -147,6 +149,31 @@ def replicated(group, folder):
     return {"broken": broken, "made": made - before, "all": pairs.matvecs, "values": pairs.values}
 
 
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that any tensor had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def room(group):
+    """The most elements of any tensor while 12 vectors are found, kept and projected off."""
+    spectrum = 0.8 ** torch.arange(5000, dtype=torch.float64)
+    sharded = Sharded(FromFunction(lambda v: spectrum * v, 5000, dtype=torch.float64), group)
+    memory = ShardedBasis(5000, 20, dtype=torch.float64, group=group)
+    with Largest() as largest:
+        pairs = lanczos(sharded, 12, tol=1e-2, basis=60, multiplicity="skip")
+        memory.extend(pairs.vectors)
+        memory.project_out_(pairs.vectors.clone())
+    return largest.elements
+
+
 def on_two_ranks(group, ours, theirs):
     """Everything that two ranks do, in one start."""
     found = {"loaded": load_all(group, theirs), "whole": whole_file(group, theirs)}
@@ -162,6 +189,7 @@ def on_two_ranks(group, ours, theirs):
     found["refusals"] = refusals(group, ours)
     found["resumed"] = solve(group, ours)
     found["replicated"] = replicated(group, ours)
+    found["largest"] = room(group)
     return found
 
 
@@ -257,6 +285,11 @@ def test_ranks_with_whole_vectors_share_one_checkpoint(folders):
         assert torch.allclose(resumed["values"], straight.values, rtol=1e-10)
         assert resumed["made"] <= resumed["all"] - 30
     assert (folders["two"] / "replicated.safetensors").is_file()
+
+
+def test_no_rank_ever_holds_a_whole_basis(folders):
+    for found in folders["found"]:
+        assert found["largest"] == 62 * shard_width(5000, 2)  # the solver's own rows, 62 at most
 
 
 def test_what_cannot_be_read_is_refused_on_every_rank(folders):

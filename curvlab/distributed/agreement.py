@@ -9,6 +9,7 @@ twice.
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from curvlab.batches import tensors
 from curvlab.distributed.group import Group
 from curvlab.distributed.watch import RankError
 from curvlab.operators import Curvature, Operator
+from curvlab.parameters import Layout
 from curvlab.probe import LinearOperator
 
 _CURES = {
@@ -38,7 +40,8 @@ def facts_of(part: LinearOperator) -> dict[str, Any]:
         "limit": getattr(part, "limit", None),
     }
     if isinstance(part, Operator) and part.layout is not None:
-        facts["names of parameters"] = list(part.layout.names)
+        facts["names"] = list(part.layout.names)
+        facts["shapes"] = [list(shape) for shape in part.layout.shapes]
     if isinstance(part, Curvature):
         problem = part.problem
         named = problem.named()
@@ -71,6 +74,15 @@ def require_same(group: Group, facts: Mapping[str, Any] | None) -> dict[str, Any
             + f"; {_CURES.get(name, 'every rank must make its part in the same way')}"
         )  # fmt: skip
     return dict(next(iter(known.values())))
+
+
+def layout_from(facts: Mapping[str, Any]) -> Layout | None:
+    """The layout that other ranks have, for one without a part."""
+    if "names" not in facts:
+        return None
+    shapes = tuple(torch.Size(shape) for shape in facts["shapes"])
+    offsets = tuple(accumulate((shape.numel() for shape in shapes[:-1]), initial=0))
+    return Layout(tuple(facts["names"]), shapes, offsets, facts["n"])
 
 
 def require_distinct(group: Group, part: LinearOperator | None) -> None:

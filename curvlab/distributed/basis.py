@@ -7,7 +7,7 @@ with its own shards. Tensors of parameters and gradients are given whole, as eac
 data-parallel job has them; the step computes its own range of the parameters and gathers the rest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from curvlab_kernels import ops
 from curvlab_kernels.algebra import solve
 from curvlab_kernels.formats import BLOCK, LEVELS, padded
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlab.basis import segments
 from curvlab.basis.files import KIND as WHOLE
@@ -94,6 +94,15 @@ class ShardedBasis(Basis):
             part = removed[..., first : first + rows.shape[0]].contiguous()
             ops.apply_(rows, part, vectors, scales)
         return removed
+
+    def project_gradients_(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """:meth:`project_out_` on the parameters' ``.grad``, which every rank has averaged."""
+        chosen = list(parameters)
+        for parameter in chosen:
+            if parameter.grad is None:  # zero, but its projection need not be
+                parameter.grad = torch.zeros_like(parameter)
+        with torch.no_grad():
+            return self.project_out_([p.grad for p in chosen if p.grad is not None])
 
     @torch.no_grad()
     def sgd_step_(

@@ -17,6 +17,7 @@ from torch import Tensor
 from curvlab.distributed.agreement import (
     facts_of,
     fingerprint,
+    layout_from,
     require_distinct,
     require_same,
 )
@@ -63,7 +64,7 @@ class DataParallel(Operator):
         n, dtype = int(facts["n"]), getattr(torch, facts["dtype"].removeprefix("torch."))
         device = facts["device"] if part is None else part.device
         device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        super().__init__(n, dtype, device, getattr(part, "layout", None))
+        super().__init__(n, dtype, device, layout_from(facts))
         self.limit = facts["limit"]
         self.weight = self._weight(samples, facts.get("reduction", "mean"))
         self.number = 0  # of the product

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import DistStoreError
 
-GRACE = 2.0  # seconds in which a living rank answers
+GRACE = 4.0  # seconds in which a living rank answers, on a busy machine too
 NAP = timedelta(hours=1)
 _prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, but not in the stubs
 
@@ -93,7 +93,7 @@ class Watch:
                 if self._store.check([f"failed {rank}"]):
                     return f"rank {rank} failed: {self._store.get(f'failed {rank}').decode()}"
             silent = [rank for rank in others if not self._store.check([f"alive {rank}"])]
-            if time.monotonic() > deadline:
+            if not silent or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
         heard = [rank for rank in others if rank not in silent]
