@@ -86,6 +86,8 @@ def disagreements(group):
     tried("failing", lambda: raising @ torch.ones(5))
     sound = DataParallel(FromFunction(lambda v: v, 5), samples=1 + group.rank)
     tried("another vector", lambda: sound @ torch.full((5,), 1.0 + last))
+    tried("no loss", lambda: sound.loss)
+    tried("no gradient", sound.gradient)
     said["still works"] = (sound @ torch.ones(5)).tolist()
 
     basis = ShardedBasis(300, 4)
@@ -182,6 +184,8 @@ SAYS = {
     "nan": "the product of rank 1 holds NaN or infinity",
     "failing": "the loss of chunk 0 was 1 and is 2 now",
     "another vector": "rank 1 multiplies another vector",
+    "no loss": "the parts are not made from a model, a loss and data",
+    "no gradient": "the parts are not made from a model, a loss and data",
     "nan gradient": "vectors of ranks [1] hold NaN",
     "no momenta": "momentum=0.9 needs momenta",
     "list": "the tensors have 7 elements together; 300 were expected",

@@ -21,7 +21,7 @@ from curvlab.distributed.group import join
 from curvlab.distributed.watch import RankError
 
 Result = TypeVar("Result")
-GRACE = 5.0  # seconds for the other ranks to end by themselves once one has failed
+GRACE = 8.0  # seconds for the other ranks to end by themselves once one has failed
 
 
 def launch(

@@ -68,6 +68,7 @@ class DataParallel(Operator):
         self.limit = facts["limit"]
         self.weight = self._weight(samples, facts.get("reduction", "mean"))
         self.number = 0  # of the product
+        self._of_a_loss = "reduction" in facts
         self.vector_space = Replicated(n, self.group)
 
     def _facts(self, samples: float | None) -> dict[str, object] | None:
@@ -102,15 +103,23 @@ class DataParallel(Operator):
     @property
     def loss(self) -> float:
         """The objective over all ranks' samples."""
+        self._require_loss()
         own = self.part.loss * self.weight if isinstance(self.part, Curvature) else 0.0
         return math.fsum(self.group.facts(own, "losses"))
 
     def gradient(self) -> Tensor:
         """The gradient of the objective over all ranks' samples, ``(n,)``."""
+        self._require_loss()
         total = torch.zeros(self.n, dtype=torch.float64, device=self.device)
         if isinstance(self.part, Curvature):
             total.add_(self.part.gradient(), alpha=self.weight)
         return self.group.sum_(total, "a gradient").to(self.dtype)
+
+    def _require_loss(self) -> None:
+        if not self._of_a_loss:
+            raise TypeError(
+                "the parts are not made from a model, a loss and data: there is no loss"
+            )
 
     def _product(self, block: Tensor) -> Tensor:
         count, ranks = block.numel(), self.group.size

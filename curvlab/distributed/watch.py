@@ -70,7 +70,7 @@ class Watch:
         self._store.set(f"gone {self.rank}", "")
         if self.rank == 0:
             self._store.wait(
-                [f"gone {rank}" for rank in range(self.size)], timedelta(seconds=GRACE)
+                [f"gone {rank}" for rank in range(self.size)], timedelta(seconds=timeout)
             )
 
     def _answer(self) -> None:
@@ -106,7 +106,7 @@ class Watch:
         where = "; ".join(f"{_ranks(ranks)}: {place}" for ranks, place in odd)
         if silent:
             gone = f"{_ranks(silent)} gave no sign of life (killed, out of memory, or cut off)"
-            return f"{gone}; the others went apart: {where}" if len(odd) > 1 else gone
+            return f"{gone}; the others: {where}" if len(odd) > 1 else gone
         if len(odd) > 1:
             return f"ranks went apart: {where}"
         return f"a collective failed though all ranks were there: {where}"
