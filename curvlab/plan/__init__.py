@@ -36,7 +36,7 @@ class Plan:
     """Bytes and seconds, per rank where there are several.
 
     Attributes:
-        parameters: The operator's copy of the model.
+        parameters: The operator's copy of the model; with the model itself where it is counted.
         data: Of the samples.
         graph: Kept graphs and the working memory of one product.
         solver: The working basis of Lanczos and its result.
@@ -83,7 +83,7 @@ class Plan:
         lines = [
             f"n = {self.n:,} parameters, {self.samples:,} samples, k = {self.k}, "
             f"{self.tasks} task(s), {self.ranks} rank(s); {self.how}",
-            f"  parameters (copied)   {_bytes(self.parameters)}",
+            f"  parameters            {_bytes(self.parameters)}",
             f"  data                  {_bytes(self.data)}",
             f"  graph                 {_bytes(self.graph)}   {self.chunks} chunk(s), "
             f"{self.kept_chunks} kept",
@@ -186,7 +186,7 @@ def scaled(
     own = -(-samples // ranks)
     products = min(products_needed(k, tol), unit.n + 4)
     solver = solver_rows(k, products, unit.n) * unit.n * unit.element // ranks
-    vectors = 3 * unit.n * unit.element + (8 * unit.n if own > 1 else 0)
+    vectors = _vectors(unit)
     data = int(unit.sample_bytes * own)
     room = available - unit.held - data - solver - vectors
     size, kept, chunks = _chunks(unit, own, room)
@@ -233,6 +233,11 @@ def scaled(
     )
 
 
+def _vectors(unit: Unit) -> int:
+    """A product's input and output, what an engine adds to them, and a float64 sum."""
+    return unit.n * (3 * unit.element + 8)
+
+
 def _chunks(unit: Unit, samples: int, room: float) -> tuple[int, int, int]:
     """Samples of a chunk, chunks whose graphs are kept, chunks: as the operator chooses them."""
     if unit.graph.peak(1) > room:  # it does not fit at all: say what one sample at a time takes
@@ -244,7 +249,7 @@ def _chunks(unit: Unit, samples: int, room: float) -> tuple[int, int, int]:
 
 def _largest_k(unit: Unit, available: int, data: int, ranks: int) -> int:
     """The most pairs whose solve fits with one sample's graph; 0 if none does."""
-    room = available - unit.held - data - unit.graph.peak(1) - 3 * unit.n * unit.element
+    room = available - unit.held - data - unit.graph.peak(1) - _vectors(unit)
     rows = int(room * ranks // max(1, unit.n * unit.element))
     # the working basis is max(2k + 32, 3k + 12) rows and the result twice k
     k = max((rows - 14) // 5 if rows > 114 else (rows - 34) // 4, 0)

@@ -182,7 +182,7 @@ def counted(
     return Unit(
         n=layout.n,
         element=element,
-        held=sum(t.numel() * t.element_size() for t in everything),
+        held=2 * sum(t.numel() * t.element_size() for t in everything),  # the model, and its copy
         sample_bytes=sum(t.nbytes for t in tensors(batch)) / count,
         graph=graph,
         setup=_line(2, setup[0], 8, setup[1]),

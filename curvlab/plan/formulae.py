@@ -8,8 +8,7 @@ import torch
 from curvlab.basis import basis_bytes, largest_basis
 
 STORED = (torch.float32, torch.float16, torch.int8)
-CHAIN = 12  # products that certify that no copy is missing
-PROBE = 4
+RESERVE = 32  # rows of the working basis that certification may take
 
 
 def products_needed(k: int, tol: float) -> int:
@@ -19,12 +18,12 @@ def products_needed(k: int, tol: float) -> int:
     spectra with outliers, which is what networks have. A cluster at the edge takes more.
     """
     digits = max(1.0, -math.log10(max(tol, 1e-12)))
-    return round(12 + 1.45 * k + 4.0 * digits + CHAIN)
+    return round(4 + 2.0 * k + 7.0 * digits)
 
 
 def solver_rows(k: int, products: int, n: int) -> int:
     """Rows of ``n`` elements that a solve holds at its end: basis, result and its copy."""
-    working = min(max(2 * k + 32, 3 * k + 12) + 2, products + 2, n)
+    working = min(max(2 * k + 32, 3 * k + 12) + RESERVE, products + 2, n)
     return working + 2 * k
 
 
@@ -53,7 +52,7 @@ def memories(n: int, rows: int, available: int) -> list[Memory]:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """What one rank sends in one product, one orthogonalisation, one SGD-dagger step."""
+    """What one rank sends, in bytes, for a product, a Lanczos step's sums, an SGD-dagger step."""
 
     product: float
     orthogonalise: float
@@ -64,16 +63,20 @@ class Communication:
 def communication(n: int, rows: int, ranks: int, element: int) -> Communication:
     """Bytes that each of ``ranks`` sends, for vectors and bases that are split along ``n``.
 
-    A product gathers the vector on every rank and scatters the sum of the images: ``(R-1)/R n``
-    elements each way, as a ring does it (an all-reduce of a replicated vector sends the same). An
-    orthogonalisation and a projection send only coefficients, float64, two passes of them.
+    As :mod:`curvlab.distributed` sends them, in rings: a product gathers the vector on every rank
+    and scatters the sum of the images, ``(R-1)/R n`` elements each way. A Lanczos step and a
+    projection send only coefficients, float64. A step of SGD-dagger from each rank's own gradients
+    is a gradient's all-reduce and the coefficients.
+
+    Args:
+        rows: Of the basis that is orthogonalised against, or projected out.
     """
     if ranks == 1:
         return Communication(0.0, 0.0, 0.0, 0)
     share = (ranks - 1) / ranks
     return Communication(
         product=2 * share * n * element,
-        orthogonalise=2 * 2 * share * rows * 8,
-        step=2 * share * n * element + 2 * share * rows * 8,
-        messages=2 * (ranks - 1) + 2 * 2 * (ranks - 1),
+        orthogonalise=16 * share * (rows + 4),
+        step=2 * share * n * element + 16 * share * rows,
+        messages=5,  # two of a product, three of the step after it
     )

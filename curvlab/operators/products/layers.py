@@ -85,7 +85,10 @@ _DIMENSIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 
 def _plain(given: dict[str, Any]) -> bool:
     values = given["input"]
-    return values.is_floating_point() and not torch.is_autocast_enabled(values.device.type)
+    if not values.is_floating_point():
+        return False
+    # a tensor without memory, as the planner uses, is on no device that autocast knows
+    return bool(values.is_meta) or not torch.is_autocast_enabled(values.device.type)
 
 
 def _convolution(dims: int, given: dict[str, Any], second: bool) -> Tensor:

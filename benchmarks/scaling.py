@@ -1,0 +1,128 @@
+"""Models of known sizes for ``curvlab plan --counted``: made without memory, nothing is run.
+
+    curvlab plan --model benchmarks.scaling:vit_b --data benchmarks.scaling:images --counted \
+        --machine a100 --samples 1000 --k 10 --tasks 20 --ranks 8
+
+``python -m benchmarks.scaling`` prints the plans that docs/scaling.md quotes.
+"""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, silu, softmax
+
+from benchmarks.measure import format_table
+from curvlab.nets.vit import VisionTransformer
+from curvlab.plan import MACHINES, scaled
+from curvlab.plan.cost import counted
+
+
+def vit_b() -> nn.Module:
+    """ViT-B/16 at 224 pixels: 86 M parameters."""
+    return VisionTransformer(1000, 768, 12, 12, 3072, 224, 16, 3)
+
+
+def vit_l() -> nn.Module:
+    """ViT-L/16 at 224 pixels: 304 M parameters."""
+    return VisionTransformer(1000, 1024, 24, 16, 4096, 224, 16, 3)
+
+
+def decoder_7b() -> nn.Module:
+    """A decoder of the usual shape: 32 blocks, 4,096 features, 6.7e9 parameters."""
+    return Decoder(32_000, 4096, 32, 32, 11_008)
+
+
+def images() -> tuple[Tensor, Tensor]:
+    """Two images, for their shapes."""
+    return torch.zeros(2, 3, 224, 224), torch.zeros(2, dtype=torch.int64)
+
+
+def text() -> tuple[Tensor, Tensor]:
+    """Two texts of 2,048 tokens, for their shapes."""
+    tokens = torch.zeros(2, 2048, dtype=torch.int64)
+    return tokens, tokens
+
+
+class Decoder(nn.Module):
+    """Tokens ``(N, T)`` to logits ``(N, vocabulary, T)``."""
+
+    def __init__(self, words: int, hidden: int, depth: int, heads: int, mlp: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads, mlp) for _ in range(depth))
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, words, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        features = self.words(tokens)
+        for block in self.blocks:
+            features = block(features)
+        logits: Tensor = self.head(self.norm(features))
+        return logits.transpose(1, 2)
+
+
+class Block(nn.Module):
+    """Causal attention and a gated MLP, without biases."""
+
+    def __init__(self, hidden: int, heads: int, mlp: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.mix = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.output = nn.Linear(hidden, hidden, bias=False)
+        self.gate, self.up = (nn.Linear(hidden, mlp, bias=False) for _ in range(2))
+        self.down = nn.Linear(mlp, hidden, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        n, count, hidden = features.shape
+        parts = self.mix(self.norm1(features)).view(n, count, 3, self.heads, -1).transpose(1, 3)
+        query, key, value = parts.unbind(2)
+        mask = torch.full((count, count), float("-inf"), device=features.device).triu(1)
+        scores = query @ key.transpose(-2, -1) * (hidden // self.heads) ** -0.5 + mask
+        mixed = (softmax(scores, -1) @ value).transpose(1, 2).reshape(n, count, hidden)
+        features = features + self.output(mixed)
+        inner = self.norm2(features)
+        result: Tensor = features + self.down(silu(self.gate(inner)) * self.up(inner))
+        return result
+
+
+def main() -> int:
+    """The table of docs/scaling.md."""
+    lines = []
+    for make, batch, samples in (
+        (vit_b, images(), 1000),
+        (vit_l, images(), 1000),
+        (decoder_7b, text(), 1000),
+    ):
+        with torch.device("meta"):
+            model = make()
+        machine = MACHINES["a100"]
+        unit = counted(model, cross_entropy, batch, machine)
+        for ranks in (1, 8, 64):
+            found = scaled(unit, samples, 10, 1e-3, 20, machine.memory, ranks, machine.link)
+            lines.append(
+                [
+                    f"{make.__name__}, {ranks} x A100",
+                    f"{found.n / 1e6:,.0f} M",
+                    f"{found.parameters / 1e9:.1f}",
+                    f"{found.graph / 1e9:.1f}",
+                    f"{found.solver / 1e9:.1f}",
+                    f"{found.peak / 1e9:.1f}",
+                    "yes" if found.fits else "no",
+                    f"{found.products}",
+                    f"{found.product_seconds:.3g}",
+                    f"{found.seconds / 60:.1f}",
+                    f"{found.communication_seconds / found.seconds:.1%}",
+                    f"{found.memories[0].bytes / 1e9:.1f}",
+                    f"{found.memories[2].bytes / 1e9:.1f}",
+                ]
+            )
+    header = ["model", "n", "params", "graph", "rows", "peak", "fits", "products", "s each", "min",
+              "talking", "M f32", "M int8"]  # fmt: skip
+    print(format_table(header, lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
