@@ -254,12 +254,14 @@ def test_the_front_lists_every_subject_with_its_module(capsys):
 
 
 def test_the_front_runs_a_subject_and_ends_with_verdicts(tmp_path):
-    given = ["conformance", "--size", "small", "--out", str(tmp_path)]
+    given = ["dense_hessian", "--size", "small", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "benchmarks", *given], cwd=ROOT,
                           capture_output=True, text=True, check=True)  # fmt: skip
-    assert f"== python -m {' '.join(command('conformance', 'small', str(tmp_path)))}" in done.stdout
+    assert (
+        f"== python -m {' '.join(command('dense_hessian', 'small', str(tmp_path)))}" in done.stdout
+    )
     assert f"{len(TARGETS)} targets: {len(TARGETS)} not measured here" in done.stdout
-    assert {one.subject for one in read_rows(tmp_path / "conformance.csv")} == {"conformance"}
+    assert {one.subject for one in read_rows(tmp_path / "dense_hessian.csv")} == {"dense hessian"}
 
 
 def test_the_front_refuses_unknown_subjects_and_leaves_out_what_does_not_fit(tmp_path, capsys):
