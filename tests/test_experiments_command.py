@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from curvlab.storage import StorageError
+from curvlab.storage import StorageError, load_tensors
 from experiments import registry
 from experiments.__main__ import main
 from experiments.experiment import Experiment
@@ -230,41 +230,34 @@ def checkpoints(results):
     return list((results / "runs").glob("*.checkpoint"))
 
 
-def stop_in_second_task(process, results):
-    """Ctrl-C as soon as the first task has left its checkpoint; returns what it said."""
+def stop_in_second_task(process, results, how=signal.SIGINT):
+    """A signal as soon as the first task has left its checkpoint; returns what was said."""
     while process.poll() is None and not checkpoints(results):
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(how)
     return process.communicate(timeout=60)[1]
 
 
-def test_a_stopped_run_goes_on_from_its_checkpoint_and_gives_the_same(tmp_path):
-    stopped = tmp_path / "stopped"
-    process = start(stopped, "tab:long", "--seeds", "1")
-    said = stop_in_second_task(process, stopped)
-    assert process.returncode == 130, said
-    assert "Go on with\n  python -m experiments run tab:long" in said
-    assert len(checkpoints(stopped)) == 1
-    assert Store(stopped).results() == []
-    resumed = Shelf(Store(stopped)).runs(LONG, [1])[0]
-    whole = Shelf(Store(tmp_path / "whole")).runs(LONG, [1])[0]
-    assert torch.equal(resumed.snapshots, whole.snapshots)
-    assert checkpoints(stopped) == []
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    torch.set_num_threads(1)
+    return Shelf(Store(tmp_path_factory.mktemp("whole"))).runs(LONG, [1])[0]
 
 
-def test_a_killed_run_goes_on_from_the_last_finished_task(tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
+def test_a_stopped_run_goes_on_from_its_checkpoint_and_gives_the_same(how, whole, tmp_path):
     process = start(tmp_path, "tab:long", "--seeds", "1")
-    while process.poll() is None and not checkpoints(tmp_path):
-        time.sleep(0.02)
-    process.kill()
-    process.communicate(timeout=60)
-    assert len(checkpoints(tmp_path)) == 1
-    again = start(tmp_path, "tab:long", "--seeds", "1")
-    out, said = again.communicate(timeout=60)
-    assert again.returncode == 0, said
-    assert "task 1/2" not in said  # only the second task was trained
-    assert "task 2/2" in said
-    assert "tab:tiny: accuracy" in out
+    said = stop_in_second_task(process, tmp_path, how)
+    if how == signal.SIGINT:
+        assert process.returncode == 130, said
+        assert "Go on with\n  python -m experiments run tab:long" in said
+    [checkpoint] = checkpoints(tmp_path)
+    assert Store(tmp_path).results() == []
+    before = load_tensors(checkpoint, "training")[1]["timings"][0]["train_seconds"]
+    resumed = Shelf(Store(tmp_path)).runs(LONG, [1])[0]
+    assert torch.equal(resumed.snapshots, whole.snapshots)
+    assert resumed.notes[0]["train_seconds"] == before  # the first task was not trained again
+    assert checkpoints(tmp_path) == []
 
 
 def test_ctrl_c_reaches_the_processes_of_several_jobs(tmp_path):
@@ -277,6 +270,7 @@ def test_ctrl_c_reaches_the_processes_of_several_jobs(tmp_path):
     assert Store(tmp_path).results() == []
 
 
+@pytest.mark.slow
 def test_several_jobs_bring_results_and_errors_home(tmp_path):
     process = start(
         tmp_path, "random baselines", "fig:PTBRM", "--seeds", "1", "--size", "full", "--jobs",
