@@ -156,7 +156,7 @@ def measured(repository):
     ("base", "head", "figures"),
     [
         ("good", "slow", ["lanczos, outliers: products", "projection, float32: moved"]),
-        ("again", "blunt", ["projection, float32: leak", "projection, float16: leak"]),
+        ("again", "blunt", ["projection, float32: leak"]),
     ],
 )
 def test_a_deliberate_slow_down_or_loss_of_accuracy_is_caught(
