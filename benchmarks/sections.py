@@ -112,7 +112,7 @@ SECTIONS: dict[str, Section] = {
     "energy": Section(
         "Spectral energy",
         ("energy",),
-        (_each("eps = 0.01", "energy", ("time", "seconds"), ("k", "vectors"),
+        (_each("eps = 0.01", "energy", ("time", "CPU seconds"), ("k", "vectors"),
                ("angle", "radians"), ("products", "products")),),
     ),
     "learners": Section(

@@ -186,7 +186,7 @@ def _eigen() -> list[Target]:
 
 
 def _energy() -> list[Target]:
-    fast = Figure("energy", "spectral_energy", "time", "seconds", (MLP,))
+    fast = Figure("energy", "spectral_energy", "time", "CPU seconds", (MLP,))
     angle = Figure("energy", "spectral_energy", "angle", "radians", (MLP,))
     count = Figure("energy", "spectral_energy", "k off by, ties aside", "vectors", (MLP,))
     name = "Spectral energy eps = .01, 18,010 parameters"
