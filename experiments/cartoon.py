@@ -53,7 +53,10 @@ def _run(config: Config, seed: int) -> Metrics:
     stages = [*(f"after {task.name}" for task in tasks), TOGETHER]
     x, y = _grid(config)
     points = torch.stack([x.flatten(), y.flatten()], 1)
-    found: Metrics = {"accuracy": {}, "decision": {}}
+    # in lists too: a results file does not keep the order of keys
+    found: Metrics = {
+        "stages": stages, "tasks": [t.name for t in tasks], "accuracy": {}, "decision": {}
+    }  # fmt: skip
     for stage, row in zip(stages, torch.cat([stream.snapshots, joint.snapshots]), strict=True):
         network = mlp(config.sizes)
         load_parameter_vector(network, row)
@@ -79,11 +82,11 @@ def _accuracy(logits: Tensor, targets: Tensor) -> float:
 
 def tables(config: Config, metrics: BySeed) -> list[Table]:
     del config
-    empty: Metrics = {"accuracy": {TOGETHER: {}}}
-    first = next(iter(metrics.values()), empty)["accuracy"]
-    table = Table("fig:cartoon_forgetting", "test accuracy, toy tasks", tuple(first[TOGETHER]))
-    for stage, row in first.items():
-        for task in row:
+    empty: Metrics = {"stages": [], "tasks": []}
+    first = next(iter(metrics.values()), empty)
+    table = Table("fig:cartoon_forgetting", "test accuracy, toy tasks", tuple(first["tasks"]))
+    for stage in first["stages"]:
+        for task in first["tasks"]:
             table.add(stage, task, [one["accuracy"][stage][task] for one in metrics.values()])
     return [table]
 
@@ -107,9 +110,10 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
     seed, one = next(iter(metrics.items()))
     tasks = toy_challenge(config.samples, seed=seed)
     x, y = _grid(config)
-    plots, axes = panels(len(one["decision"]), width=3.5, height=4.15)
-    for panel, (axis, (stage, lines)) in enumerate(zip(axes, one["decision"].items(), strict=True)):
-        share = torch.tensor([list(bytes.fromhex(line)) for line in lines]) / 255
+    plots, axes = panels(len(one["stages"]), width=3.5, height=4.15)
+    for panel, (axis, stage) in enumerate(zip(axes, one["stages"], strict=True)):
+        lines = [list(bytes.fromhex(line)) for line in one["decision"][stage]]
+        share = torch.tensor(lines) / 255
         axis.contourf(x, y, share, levels=[i / 10 for i in range(11)], cmap="RdBu", alpha=0.55)
         axis.contour(x, y, share, levels=[0.5], colors="black", linewidths=1.2)
         for number, task in enumerate(tasks):
@@ -146,4 +150,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figure=figure,
     cost={"demo": "10 s", "scaled": "10 s", "full": "10 s"},
+    version="2",
 )

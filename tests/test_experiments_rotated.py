@@ -59,7 +59,9 @@ def measured(shelf):
             torch.set_num_threads(1)
             metrics = module.EXPERIMENT.run(CONFIGS[module], SEEDS, shelf)
             # what is stored and read back is what tables see
-            found[module] = {seed: json.loads(json.dumps(one)) for seed, one in metrics.items()}
+            found[module] = {
+                seed: json.loads(json.dumps(one, sort_keys=True)) for seed, one in metrics.items()
+            }
         return found[module]
 
     return measure
