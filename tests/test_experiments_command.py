@@ -289,3 +289,12 @@ def test_two_processes_on_one_folder_train_once_and_agree(tmp_path):
     assert [process.returncode for process in both] == [0, 0], said
     assert [r.label for r in Store(tmp_path).results()] == [LABEL, "tab:long"]
     assert all("tab:tiny: accuracy" in out for out, _ in said)
+
+
+def test_the_committed_results_belong_to_the_present_configurations():
+    store = Store(ROOT / "experiments" / "results")
+    results = [result for result in store.results() if result.label != LABEL]
+    assert results
+    for result in results:
+        known = results_of(store, registry.find(result.label), result.size)
+        assert result.seed in known, f"{result.label} at {result.size} was changed: run it again"
