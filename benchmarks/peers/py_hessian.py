@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +63,10 @@ def eigenpairs(
 
 
 def _computer(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
-    # it leaves gradients with a graph in the model: give it one of its own
-    return PyHessian(copy.deepcopy(model), loss, data=(inputs, targets), cuda=False)
+    # it leaves gradients with a graph in the model, of which torch warns: give it one of its own
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PyHessian(copy.deepcopy(model), loss, data=(inputs, targets), cuda=False)
 
 
 def _flat(pieces: Any) -> Tensor:
