@@ -185,7 +185,9 @@ def _table(one: Table, found: Finding) -> Markup:
     for name, cells in one.rows.items():
         entries = [_cell(one, name, column, cells.get(column), found) for column in one.columns]
         rows.append([name.replace("SGD-dagger", "SGD†"), *entries])
-    caption = f"{one.label}: {one.title} (mean ± standard deviation; below it the paper's)"
+    beside = any(published(one.label, row, column) for row in one.rows for column in one.columns)
+    note = "mean ± standard deviation" + ("; below it the paper's" if beside else "")
+    caption = f"{one.label}: {one.title} ({note})"
     return table(["", *head], rows, caption, "data")
 
 
