@@ -1,7 +1,7 @@
 """Eigensolvers on the same operators, to the same residual; who misses it is not timed.
 
     python -m benchmarks.eigensolvers [--size small|full] [--operators outliers mlp resnet vit]
-                                      [--k 20] [--tol 1e-3] [--rounds 3] [--out DIR] [--curve]
+                                      [--k 20] [--tol 1e-3] [--rounds 3] [--cpu-time] [--curve]
 
 For each operator (a prescribed spectrum, and the Hessians of :mod:`benchmarks.trained`) every
 solver looks for the top k by magnitude. The gate: every true relative residual, from one explicit
@@ -16,7 +16,7 @@ are counted on a diagonal operator with the Ritz values of the real one, and one
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,10 +45,27 @@ from benchmarks.trained import SIZES
 from curvlab.eigen import lanczos, power_iteration
 from curvlab.probe import LinearOperator
 
-THREADS = 2
 COUNTED = "deflated power iteration, counted"
 CURVE = (1e-1, 1e-2, 1e-3, 1e-4)  # tolerances of the curve
 SHORT = 3.0  # seconds of samples that a fast solver gets at least, whatever --rounds says
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How time is taken: elapsed on two threads, or CPU time on one where other work runs."""
+
+    threads: int = 2
+    clock: Callable[[], float] = time.perf_counter
+
+    def gradient(self, found: Problem, rounds: int = 2) -> float:
+        """Seconds of one gradient; 1 where there is none, so that the unit stays seconds."""
+        if found.gradient is None:
+            return 1.0
+        calls = {"one": found.gradient}
+        return min(interleave(calls, rounds=rounds, threads=self.threads, clock=self.clock)["one"])
+
+
+ELAPSED = Timing()
 
 
 @dataclass(slots=True)
@@ -90,26 +107,24 @@ def judged(
     return worst, int(missing.sum())
 
 
-def sample(found: Problem, contender: Contender, effort: float) -> tuple[Answer, float]:
+def sample(
+    found: Problem, contender: Contender, effort: float, timing: Timing = ELAPSED
+) -> tuple[Answer, float]:
     """One solve, and its time in gradients measured right before and after it (or in seconds)."""
-
-    def beside() -> float:
-        if found.gradient is None:
-            return 1.0
-        return min(interleave({"one": found.gradient}, rounds=2, threads=THREADS)["one"])
-
-    before = beside()
-    began = time.perf_counter()
+    before = timing.gradient(found)
+    began = timing.clock()
     answer = contender.solve(effort)
-    seconds = time.perf_counter() - began
-    return answer, seconds / (0.5 * (before + beside()))
+    seconds = timing.clock() - began
+    return answer, seconds / (0.5 * (before + timing.gradient(found)))
 
 
-def enter(found: Problem, contender: Contender, truth: Tensor, tol: float) -> Outcome:
+def enter(
+    found: Problem, contender: Contender, truth: Tensor, tol: float, timing: Timing = ELAPSED
+) -> Outcome:
     """Run at the contender's default, then with more effort until the gate lets it pass."""
     first = None
     for effort in contender.efforts:
-        answer, taken = sample(found, contender, effort)
+        answer, taken = sample(found, contender, effort, timing)
         worst, missing = judged(found.operator, answer, truth, tol)
         first = worst if first is None else first
         outcome = Outcome(contender, answer, effort, worst, missing, first, [taken])
@@ -127,42 +142,53 @@ def simulated_power(operator: LinearOperator, k: int, tol: float) -> int:
 
 
 def benchmark(
-    found: Problem, k: int, tol: float, rounds: int, *, whole: bool, only: Sequence[str] = ()
+    found: Problem,
+    k: int,
+    tol: float,
+    rounds: int,
+    *,
+    whole: bool,
+    only: Sequence[str] = (),
+    timing: Timing = ELAPSED,
 ) -> list[Row]:
     """Gate and time all solvers on one operator; prints a table and returns its rows."""
     truth = lanczos(found.operator, k, tol=tol / 30, progress=False).values
     table = contenders(found, k, tol, truth, whole=whole)
     outcomes = {
-        name: enter(found, contender, truth, tol)
+        name: enter(found, contender, truth, tol, timing)
         for name, contender in table.items()
         if not only or name.startswith(tuple(only))
     }
     passed = {name: one for name, one in outcomes.items() if one.passes(tol)}
     names = list(passed)
-    turns = {name: _turns(passed[name], rounds, found) for name in names}
+    turns = {name: _turns(passed[name], rounds, found, timing) for name in names}
     for turn in range(1, max(turns.values(), default=0)):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             if turn < turns[name]:
                 one = passed[name]
-                one.samples.append(sample(found, one.contender, one.effort)[1])
-    rows = [entry for name, one in outcomes.items() for entry in rows_of(found, name, one, k, tol)]
+                one.samples.append(sample(found, one.contender, one.effort, timing)[1])
+    rows = [
+        entry
+        for name, one in outcomes.items()
+        for entry in rows_of(found, name, one, k, tol, timing.threads)
+    ]
     if not whole:
-        rows += _counted_power(found, k, tol)
+        rows += _counted_power(found, k, tol, timing)
     print(f"\n{found.name}: n = {found.operator.n:,}, top {k} at relative residual {tol:g}")
     print(render(rows), flush=True)
     return rows
 
 
-def _turns(outcome: Outcome, rounds: int, found: Problem) -> int:
+def _turns(outcome: Outcome, rounds: int, found: Problem, timing: Timing) -> int:
     """Samples of a solver: more where a solve is short."""
-    seconds = outcome.samples[0]
-    if found.gradient is not None:
-        seconds *= interleave({"one": found.gradient}, rounds=1, threads=THREADS)["one"][0]
+    seconds = outcome.samples[0] * timing.gradient(found, rounds=1)
     return max(rounds, min(9, int(SHORT / max(seconds, 1e-3))))
 
 
-def rows_of(found: Problem, name: str, outcome: Outcome, k: int, tol: float) -> list[Row]:
+def rows_of(
+    found: Problem, name: str, outcome: Outcome, k: int, tol: float, threads: int = 2
+) -> list[Row]:
     """Products and time of a solver that passed; of every solver what it got wrong."""
     figures: list[tuple[str, str, Quantiles | float]] = [
         ("residual", "relative", outcome.residual),
@@ -181,28 +207,29 @@ def rows_of(found: Problem, name: str, outcome: Outcome, k: int, tol: float) -> 
             unit,
             found.name,
             value,
-            threads=THREADS,
+            threads=threads,
             version=outcome.contender.version,
         )
         for metric, unit, value in figures
     ]
 
 
-def _counted_power(found: Problem, k: int, tol: float) -> list[Row]:
+def _counted_power(found: Problem, k: int, tol: float, timing: Timing) -> list[Row]:
     """Deflated power iteration where it takes too long: its products, times one product's time."""
     count = simulated_power(found.operator, k, tol)
     vector = torch.ones(found.operator.n, dtype=found.operator.dtype)
     calls = {"product": lambda: found.operator @ vector}
     if found.gradient is not None:
         calls["gradient"] = found.gradient  # type: ignore[assignment]
-    seconds = interleave(calls, rounds=3, threads=THREADS)
+    threads = timing.threads
+    seconds = interleave(calls, rounds=3, threads=threads, clock=timing.clock)
     unit = "gradients" if found.gradient is not None else "seconds"
     per = [1.0] * 3 if found.gradient is None else seconds["gradient"]
     times = quantiles([count * a / b for a, b in zip(seconds["product"], per, strict=True)])
     subject = f"eigensolver k={k} tol={tol:g}"
     return [
-        row(subject, COUNTED, "time", unit, found.name, times, threads=THREADS),
-        row(subject, COUNTED, "products", "products", found.name, float(count), threads=THREADS),
+        row(subject, COUNTED, "time", unit, found.name, times, threads=threads),
+        row(subject, COUNTED, "products", "products", found.name, float(count), threads=threads),
     ]
 
 
@@ -228,14 +255,14 @@ def render(rows: Sequence[Row]) -> str:
     return format_table(header, lines)
 
 
-def curve(found: Problem, k: int) -> list[Row]:
+def curve(found: Problem, k: int, timing: Timing = ELAPSED) -> list[Row]:
     """Products and time against the accuracy reached, for the solvers that are not hopeless."""
     truth = lanczos(found.operator, k, tol=1e-5, progress=False).values
     rows = []
     for tol in CURVE:
         table = contenders(found, k, tol, truth, whole=False)
         for name, contender in table.items():
-            answer, taken = sample(found, contender, contender.efforts[0])
+            answer, taken = sample(found, contender, contender.efforts[0], timing)
             worst, missing = judged(found.operator, answer, truth, max(tol, 1e-3))
             if missing or not worst < 1.0:
                 continue
@@ -245,9 +272,9 @@ def curve(found: Problem, k: int) -> list[Row]:
                 ("time", unit, taken),
             ):
                 subject = f"eigensolver curve k={k}, {found.name}"
-                version = contender.version
+                version, threads = contender.version, timing.threads
                 rows.append(
-                    row(subject, name, metric, of, worst, value, threads=THREADS, version=version)
+                    row(subject, name, metric, of, worst, value, threads=threads, version=version)
                 )
     return rows
 
@@ -267,19 +294,27 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--only", nargs="+", default=[], help="beginnings of solvers' names")
     parser.add_argument("--out", type=Path, default=Path("results") / "benchmarks")
     parser.add_argument("--curve", action="store_true", help="products and time vs accuracy")
+    parser.add_argument("--cpu-time", action="store_true", help="for a busy machine; 1 thread")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(THREADS)
-    print(environment(THREADS))
+    timing = Timing(1, time.process_time) if options.cpu_time else ELAPSED
+    torch.set_num_threads(timing.threads)
+    print(environment(timing.threads))
     rows: list[Row] = []
     for name in options.operators:
         found = problem(name, options.size)
         # whole runs of power iteration only where a product takes milliseconds
         whole = name in ("outliers", "mlp")
         rows += benchmark(
-            found, options.k, options.tol, options.rounds, whole=whole, only=options.only
+            found,
+            options.k,
+            options.tol,
+            options.rounds,
+            whole=whole,
+            only=options.only,
+            timing=timing,
         )
         if options.curve:
-            rows += curve(found, options.k)
+            rows += curve(found, options.k, timing)
         # after each operator: the next may take long, and what is measured should be kept
         print(f"rows: {write_rows(options.out / 'eigensolvers.csv', rows)}", flush=True)
     return rows

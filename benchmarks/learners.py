@@ -211,7 +211,13 @@ def reading(sizes: Sequence[int], runs: int) -> Callable[[], None]:
     return read
 
 
-def measure(names: Sequence[str], count: int, rounds: int, threads: int) -> list[Row]:
+def measure(
+    names: Sequence[str],
+    count: int,
+    rounds: int,
+    threads: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Row]:
     """Rows of all figures for the named contenders at one number of seeds."""
     tasks = rotated_mnist()
     rows: list[Row] = []
@@ -226,7 +232,7 @@ def measure(names: Sequence[str], count: int, rounds: int, threads: int) -> list
             shares[name], sizes[name] = [], memory_bytes(learner)
             calls[name] = steps(population, learner, 1, tasks[1], shares[name])
             calls[f"read {name}"] = reading(sizes[name], count)
-    seconds = interleave(calls, rounds=rounds, threads=threads)
+    seconds = interleave(calls, rounds=rounds, threads=threads, clock=clock)
     for name in shares:
         rows += figures(name, count, seconds, shares[name], sizes[name], threads)
     return rows
@@ -287,10 +293,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="for a busy machine; 1 thread")
     parser.add_argument("--only", nargs="+", default=[], help="beginnings of learners' names")
     parser.add_argument("--out", help="write the rows to this .csv or .json")
     options = parser.parse_args()
-    print(environment(options.threads))
+    threads = 1 if options.cpu_time else options.threads
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    print(environment(threads))
     chosen = [
         name
         for name in CONTENDERS
@@ -298,7 +307,7 @@ def main() -> None:
     ]
     rows: list[Row] = []
     for count in options.seeds:
-        new = measure(chosen, count, options.rounds, options.threads)
+        new = measure(chosen, count, options.rounds, threads, clock)
         print(table(new), flush=True)
         rows += new
     if options.out:
