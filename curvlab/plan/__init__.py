@@ -4,9 +4,9 @@
 
 One batch is measured (or counted, on a model without memory) and scaled up; ``python -m
 benchmarks.planner`` compares the result with what three networks really took. Assumptions: the
-spectrum has outliers, as networks have, so that Lanczos needs about 1.5 products per pair and 40
-more; time grows linearly with samples; several ranks divide the samples, the working basis and M
-evenly and overlap nothing.
+spectrum is one that networks have, for which Lanczos needs about 4 products per pair; time grows
+linearly with samples; several ranks divide the samples, the working basis and M evenly and overlap
+nothing.
 """
 
 from dataclasses import asdict, dataclass
@@ -198,12 +198,13 @@ def scaled(
     product = chunks * unit.product[0] + own * unit.product[1] * (1.0 + 0.5 * rebuilt)
     setup = unit.setup[0] + own * unit.setup[1]
     rows = min(products, max(2 * k + 32, 3 * k + 12))
-    orthogonalise = products * 0.5 * rows * unit.row / ranks
+    orthogonalise = products * (0.5 * rows * unit.row / ranks + unit.step)
     traffic = communication(unit.n, tasks * k, ranks, unit.element)
     talking = products * (traffic.product + communication(unit.n, rows, ranks, 8).orthogonalise)
     talking /= bandwidth
     seconds = setup + products * product + orthogonalise + talking
     peak = unit.held + data + graph + solver + vectors
+    most = _largest_k(unit, available, data, ranks, tol)
     found = memories(unit.n // ranks, tasks * k, max(1, available - unit.held))
     return Plan(
         n=unit.n,
@@ -227,8 +228,8 @@ def scaled(
         seconds=seconds,
         memories=tuple(found),
         traffic=traffic,
-        largest_k=_largest_k(unit, available, data, ranks),
-        advice=tuple(_advice(unit, available, peak, data, found, ranks)),
+        largest_k=most,
+        advice=tuple(_advice(unit, available, peak, most, found)),
         how=unit.how,
     )
 
@@ -247,26 +248,23 @@ def _chunks(unit: Unit, samples: int, room: float) -> tuple[int, int, int]:
     return size, fitting(unit.graph, size, room, chunks), chunks
 
 
-def _largest_k(unit: Unit, available: int, data: int, ranks: int) -> int:
+def _largest_k(unit: Unit, available: int, data: int, ranks: int, tol: float) -> int:
     """The most pairs whose solve fits with one sample's graph; 0 if none does."""
     room = available - unit.held - data - unit.graph.peak(1) - _vectors(unit)
-    rows = int(room * ranks // max(1, unit.n * unit.element))
-    # the working basis is max(2k + 32, 3k + 12) rows and the result twice k
-    k = max((rows - 14) // 5 if rows > 114 else (rows - 34) // 4, 0)
-    return min(k, unit.n)
+    low, high = 0, unit.n
+    while low < high:
+        k = (low + high + 1) // 2
+        rows = solver_rows(k, min(products_needed(k, tol), unit.n + 4), unit.n)
+        if rows * unit.n * unit.element // ranks <= room:
+            low = k
+        else:
+            high = k - 1
+    return low
 
 
-def _advice(
-    unit: Unit,
-    available: int,
-    peak: int,
-    data: int,
-    found: list[Memory],
-    ranks: int,
-) -> list[str]:
+def _advice(unit: Unit, available: int, peak: int, most: int, found: list[Memory]) -> list[str]:
     lines = []
     if peak > available:
-        most = _largest_k(unit, available, data, ranks)
         if unit.held > available:
             lines.append("the parameters alone do not fit: split the model, or select= a part")
         elif unit.graph.peak(1) + unit.held > available:

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from curvlab.batches import Batches, map_tensors, rows, tensors
+from curvlab.eigen import lanczos
 from curvlab.operators import Curvature
 from curvlab.operators.objective import terms
 from curvlab.operators.products.autograd import kept
@@ -36,6 +37,7 @@ class Unit:
         setup: Seconds to make the operator and its first product ``(fixed, each)``.
         product: Seconds of a product ``(fixed, each)``.
         row: Seconds to orthogonalise against one row.
+        step: Seconds of a solver's step besides: bookkeeping and the small eigenproblem.
         how: Where the numbers come from.
     """
 
@@ -47,6 +49,7 @@ class Unit:
     setup: tuple[float, float]
     product: tuple[float, float]
     row: float
+    step: float
     how: str
 
 
@@ -76,6 +79,7 @@ def measured(
         setup=_line(small, setup_small, large, setup_large),
         product=_line(small, product_small, large, product_large),
         row=_row_seconds(operator.n, operator.dtype, operator.device),
+        step=_step_seconds(operator.dtype, operator.device),
         how=f"measured on {small} and {large} samples, {torch.get_num_threads()} thread(s)",
     )
 
@@ -108,6 +112,24 @@ def _row_seconds(n: int, dtype: torch.dtype, device: torch.device, count: int = 
         _finish(vector)
         best = min(best, time.perf_counter() - began)
     return best / count
+
+
+def _step_seconds(dtype: torch.dtype, device: torch.device, n: int = 3000) -> float:
+    """A solve with an operator that costs nothing."""
+    values = torch.linspace(-1.0, 1.0, n, dtype=dtype, device=device) ** 9
+    best = float("inf")
+    for _ in range(2):
+        pairs = lanczos(
+            (lambda vector: values * vector, n),
+            8,
+            dense=False,
+            max_products=40,
+            progress=False,
+            dtype=dtype,
+            device=device,
+        )
+        best = min(best, pairs.seconds / max(1, pairs.matvecs))
+    return best
 
 
 def _line(small: int, at_small: float, large: int, at_large: float) -> tuple[float, float]:
@@ -188,6 +210,7 @@ def counted(
         setup=_line(2, setup[0], 8, setup[1]),
         product=_line(2, product[0], 8, product[1]),
         row=4 * layout.n * element / machine.bandwidth,  # two passes, each reads it twice
+        step=5e-3,
         how=f"counted; {machine.flops:.0e} flop/s at {EFFICIENCY:.0%}, "
         f"{machine.bandwidth:.0e} bytes/s",
     )

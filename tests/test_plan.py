@@ -1,0 +1,161 @@
+"""The planner's arithmetic against the package's own, and its plans against what is measured."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.measure import peak_memory
+from benchmarks.trained import SMALL, trained
+from curvlab import GaussNewton, Hessian, lanczos
+from curvlab.basis import basis_bytes
+from curvlab.batches import read
+from curvlab.nets import mlp, slim_resnet18, vit_cifar
+from curvlab.operators.products.memory import Cost
+from curvlab.plan import MACHINES, plan, plan_counted, scaled
+from curvlab.plan.cost import Unit, counted, measured
+from curvlab.plan.formulae import communication, memories, products_needed
+
+GENERATOR = torch.Generator().manual_seed(0)
+IMAGES = (
+    torch.randn(12, 3, 16, 16, generator=GENERATOR),
+    torch.randint(5, (12,), generator=GENERATOR),
+)
+UNIT = Unit(
+    n=1_000_000, element=4, held=4_000_000, sample_bytes=1000.0,
+    graph=Cost(8e6, 1e6, 16e6, 1.5e6), setup=(0.1, 0.01), product=(0.01, 0.002), row=1e-4,
+    step=1e-3, how="x",
+)  # fmt: skip
+
+
+def plan_of(**changes):
+    given = {
+        "samples": 100, "k": 10, "tol": 1e-3, "tasks": 5, "available": 10**9, "ranks": 1,
+        "bandwidth": 1e9,
+    }  # fmt: skip
+    return scaled(UNIT, **{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "vit"))]
+)
+def test_products_are_predicted_within_a_factor_of_two(name):
+    network = trained(SMALL[name])
+    operator = Hessian(network.model, network.loss, (network.inputs, network.targets))
+    for k, tol in ((5, 1e-2), (10, 1e-3)):
+        pairs = lanczos(operator, k, tol=tol, progress=False)
+        assert 0.5 < products_needed(k, tol) / pairs.matvecs < 2.0, (k, pairs.matvecs)
+
+
+@pytest.mark.parametrize("kind", [Hessian, GaussNewton])
+def test_the_graph_is_as_large_as_the_operator_finds_it(kind):
+    model = slim_resnet18(5, nf=4).eval()
+    unit = measured(kind, model, cross_entropy, read(IMAGES), {})
+    operator = kind(model, cross_entropy, IMAGES)
+    assert unit.graph.kept(12) == pytest.approx(operator.cost.kept(12), rel=0.1)
+    assert unit.n == operator.n
+
+
+def test_counting_without_memory_finds_the_same_graph():
+    for make, shape in ((lambda: slim_resnet18(5, nf=4), 16), (lambda: _vit(), 32)):
+        images = torch.randn(8, 3, shape, shape, generator=GENERATOR)
+        batch = images, torch.randint(5, (8,), generator=GENERATOR)
+        operator = Hessian(make().eval(), cross_entropy, batch)
+        with torch.device("meta"):
+            model = make()
+        unit = counted(model, cross_entropy, batch, MACHINES["cpu"])
+        assert unit.n == operator.n
+        assert unit.graph.kept(8) == pytest.approx(operator.cost.kept(8), rel=0.15)
+        assert unit.product[1] > 0.0
+
+
+def test_flops_of_a_linear_layer_are_those_of_its_products():
+    batch = torch.randn(8, 50), torch.randint(20, (8,))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(50, 40, bias=False), nn.Linear(40, 20, bias=False))
+    unit = counted(model, cross_entropy, batch, dataclasses.replace(MACHINES["cpu"], flops=1 / 0.4))
+    weights = 50 * 40 + 40 * 20
+    # a product has two passes of two GEMMs per layer (fewer where the inputs are data)
+    assert 4.0 <= unit.product[1] / weights <= 12.0
+
+
+def test_memory_of_a_solve_is_predicted_on_a_network_large_enough_to_be_seen():
+    model = mlp((400, 300, 200, 10), seed=0)
+    data = torch.randn(600, 400, generator=GENERATOR), torch.randint(10, (600,))
+    planned = plan(model, cross_entropy, data, k=5)
+
+    def solve():
+        lanczos(Hessian(model, cross_entropy, data), 5, progress=False)
+
+    solve()
+    assert planned.peak / peak_memory(solve, threads=1) == pytest.approx(1.0, abs=0.4)
+
+
+def test_less_memory_rebuilds_graphs_and_then_does_not_fit():
+    wide, narrow, none = (plan_of(available=size) for size in (10**10, 42 * 10**7, 10**8))
+    assert wide.kept_chunks == wide.chunks
+    assert narrow.kept_chunks < narrow.chunks
+    assert narrow.fits
+    assert narrow.seconds > wide.seconds
+    assert narrow.peak <= narrow.available
+    assert not none.fits
+    assert any("k = " in line or "solver's rows" in line for line in none.advice)
+
+
+def test_the_k_that_is_said_to_fit_fits_and_a_larger_one_does_not():
+    for available in (4 * 10**8, 10**9, 5 * 10**9):
+        most = plan_of(available=available).largest_k
+        assert plan_of(available=available, k=most).fits
+        assert not plan_of(available=available, k=2 * most + 10).fits
+
+
+def test_the_memory_is_what_a_basis_takes():
+    for found, dtype in zip(
+        memories(12_345, 70, 10**7), (torch.float32, torch.float16, torch.int8), strict=True
+    ):
+        assert found.bytes == basis_bytes(12_345, 70, dtype)
+        assert found.fits == (found.bytes <= 10**7)
+        assert basis_bytes(12_345, found.rows_that_fit, dtype) <= 10**7
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 64])
+def test_ranks_divide_rows_and_samples_and_pay_in_messages(ranks):
+    one, many = plan_of(), plan_of(ranks=ranks)
+    assert many.solver == pytest.approx(one.solver / ranks, rel=1e-6)
+    assert many.data == pytest.approx(one.data / ranks, rel=0.3)
+    traffic = communication(10**6, 50, ranks, 4)
+    assert traffic.product == pytest.approx(2 * (ranks - 1) / ranks * 4e6)
+    assert (many.communication_seconds == 0.0) == (ranks == 1)
+
+
+def test_a_plan_reads_well_and_goes_to_json():
+    text = str(plan_of(ranks=2))
+    for words in ("parameters", "peak", "M in int8", "sent by each rank", "time per task"):
+        assert words in text
+    facts = plan_of().to_json()
+    assert facts["fits"] is True
+    assert facts["memories"][0]["dtype"] == "float32"
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="k= is between 1 and n = 1000000; got 0"):
+        plan_of(k=0)
+    with pytest.raises(ValueError, match="samples can be counted"):
+        plan(nn.Linear(3, 2), cross_entropy, (torch.zeros(4, 3), torch.zeros(5).long()))
+
+
+def test_a_model_that_never_had_memory_can_be_planned():
+    with torch.device("meta"):
+        model = _vit()
+    batch = torch.randn(2, 3, 32, 32), torch.randint(5, (2,))
+    found = plan_counted(
+        model, cross_entropy, batch, samples=10_000, machine=MACHINES["a100"], k=20, ranks=8
+    )
+    assert found.fits
+    assert found.how.startswith("counted")
+
+
+def _vit():
+    return vit_cifar(5, hidden=32, depth=2, heads=4)
