@@ -17,6 +17,7 @@ from experiments.experiment import BySeed, Experiment, rounded
 from experiments.paper import HIGH, LOW
 from experiments.rotated import (
     DEMO,
+    FEW,
     FULL,
     RATES,
     SMALL,
@@ -112,7 +113,7 @@ EXPERIMENT = Experiment(
     sizes={
         "demo": Config(replace(DEMO, tasks=2), columns=200, probes=50),
         "scaled": Config(SMALL, columns=300, probes=100),
-        "few": Config(few=(11,)),
+        "few": Config(few=FEW),
         "full": Config(),
     },
     run=run,

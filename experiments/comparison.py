@@ -10,6 +10,7 @@ from experiments.figures import curve, panels, save
 from experiments.paper import HIGH, LOW
 from experiments.rotated import (
     DEMO,
+    FEW,
     FULL,
     RATES,
     SMALL,
@@ -103,8 +104,9 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
         for style, learner in enumerate(LEARNERS):
             group = [one[rate][learner] for one in metrics.values() if learner in one[rate]]
             curves = [forgotten(one).tolist() for one in group]
-            steps = range(1, len(curves[0]) + 1)
-            curve(axis, steps, curves, style, learner.replace("-dagger", "†"))
+            if curves:
+                steps = range(1, len(curves[0]) + 1)
+                curve(axis, steps, curves, style, learner.replace("-dagger", "†"))
         axis.axhline(0.0, color="0.7", lw=0.8)
         axis.set(title=f"{'high' if rate == HIGH else 'low'} learning rate", xlabel="task t")
         axis.set(xticks=list(steps), ylabel="average forgetting E(t), accuracy")
@@ -120,7 +122,7 @@ EXPERIMENT = Experiment(
     sizes={
         "demo": Config(DEMO),
         "scaled": Config(SMALL),
-        "few": Config(few=(11,)),
+        "few": Config(few=FEW),
         "full": Config(),
     },
     run=run,

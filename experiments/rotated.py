@@ -23,6 +23,8 @@ from experiments.shelf import Training
 from experiments.tables import Metrics
 
 RATES = (LOW, HIGH)
+# At the size "few". One seed of a dear learner takes hours at full size and is worth adding here.
+FEW: tuple[int, ...] = ()
 Few = tuple[int, ...] | None  # the only seeds of the dear learners; None: all
 DEAR = ("SGD-dagger", "OGD")  # hundreds to thousands of directions to project out in every step
 
@@ -92,8 +94,10 @@ def seeds_of(learner: str, seeds: Sequence[int], few: Few) -> list[int]:
 
 def caption(stream: Rotated, few: Few) -> str:
     """The stream's, with what was left out."""
-    less = "" if few is None else f" ({' and '.join(DEAR)}: seed {', '.join(map(str, few))} only)"
-    return stream.caption + less
+    if few is None:
+        return stream.caption
+    seeds = f"seed {', '.join(map(str, few))} only" if few else "left out"
+    return f"{stream.caption} ({' and '.join(DEAR)}: {seeds})"
 
 
 def outcome(run: Run) -> Metrics:

@@ -11,6 +11,7 @@ from experiments.experiment import BySeed, Experiment, rounded
 from experiments.paper import HIGH, LOW
 from experiments.rotated import (
     DEMO,
+    FEW,
     FULL,
     RATES,
     SMALL,
@@ -85,7 +86,7 @@ EXPERIMENT = Experiment(
     sizes={
         "demo": Config(DEMO),
         "scaled": Config(SMALL),
-        "few": Config(few=(11,)),
+        "few": Config(few=FEW),
         "full": Config(),
     },
     run=run,

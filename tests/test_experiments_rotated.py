@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -158,3 +159,21 @@ def test_gpm_is_trained_without_biases_and_the_others_with():
     assert {FULL.training(rate, name).network for rate in RATES for name in ("SGD", "OGD")} == {
         "mlp"
     }
+
+
+@pytest.mark.parametrize("module", [comparison, violation, assumptions], ids=lambda m: m.__name__)
+def test_what_few_seeds_leave_out_is_not_tested_and_said(module, measured, shelf, tmp_path):
+    measured(module)  # so that nothing is trained here
+    config = replace(CONFIGS[module], few=())
+    metrics = module.EXPERIMENT.run(config, SEEDS, shelf)
+    [table] = module.tables(config, metrics)
+    assert "SGD-dagger and OGD: left out" in table.title
+    [whole] = module.tables(CONFIGS[module], measured(module))
+    for row in (row for row in table.rows if not row.endswith(("OGD", "SGD-dagger"))):
+        shown = [column for column in table.columns if column not in ("S", "error of S", "a_tt")]
+        assert [table.mean(row, c) for c in shown] == [whole.mean(row, c) for c in shown]
+    verdicts = [claim.verdict for claim in module.claims(config, metrics)]
+    assert "not tested" in verdicts
+    if module is comparison:
+        module.figure(config, metrics, tmp_path / "figure")
+    assert {one.learner for one in module.EXPERIMENT.trainings(config)} <= {"SGD", "GPM"}
