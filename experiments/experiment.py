@@ -30,15 +30,15 @@ class Experiment:
         data: ``"none"``, ``"mnist"``, ``"cifar10"`` or ``"cifar100"``; what ``scaled`` and ``full``
             read from files (``demo`` takes embedded data).
         sizes: ``"demo"``, ``"scaled"``, ``"few"``, ``"full"`` to the module's frozen ``Config``.
-        run: ``(config, seeds, shelf)`` to the metrics of each seed. All seeds at once, because the
-            shelf trains them side by side; the metrics of a seed may not depend on the others.
+        run: ``(config, seeds, shelf)`` to the metrics of each seed, which may not depend on the
+            other seeds.
         tables: ``(config, metrics by seed)`` to tables.
         claims: ``(config, metrics by seed)`` to the paper's claims with verdicts.
         cost: A size to what it takes: ``"2 min"``, ``"1 h on one A100 (estimate, not run)"``.
         figure: ``(config, metrics by seed, path)`` draws ``path.png`` and ``path.pdf`` (the path
             comes without a suffix); ``None`` where the paper has a table only.
-        trainings: The runs that ``run`` will ask of the shelf, so that ``--jobs`` can train
-            different ones in different processes before it measures.
+        trainings: The runs that ``run`` will ask of the shelf: they are trained before it measures,
+            all seeds side by side, and with ``--jobs`` different ones in different processes.
         also: Further labels of the paper that this experiment answers.
         version: Raised when a change of the code changes the metrics: old results stop counting.
     """

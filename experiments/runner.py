@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,14 +81,15 @@ def measure(work: Work, place: Place) -> dict[int, Metrics]:
     with store.locked(f"label-{key_of(experiment.label, config, 0, experiment.version)}"):
         known = results_of(store, experiment, work.size)
         missing = [seed for seed in work.seeds if seed not in known]
-        if missing:
+        for training in _trainings(experiment, config) if missing else ():
+            shelf.runs(training, missing)  # side by side
+        for seed in missing:  # one by one: what is measured stays when the next one fails
             began = time.perf_counter()
-            metrics = experiment.run(config, missing, shelf)
-            seconds = (time.perf_counter() - began) / len(missing)
+            [metrics] = experiment.run(config, [seed], shelf).values()
+            seconds = time.perf_counter() - began
             store.append([
-                make_result(experiment.label, work.size, seed, config, metrics[seed], seconds,
+                make_result(experiment.label, work.size, seed, config, metrics, seconds,
                             experiment.version, work.command)
-                for seed in missing
             ])  # fmt: skip
     known = results_of(store, experiment, work.size)
     return {seed: known[seed].metrics for seed in work.seeds}
@@ -101,7 +103,7 @@ def trainings_of(work: Sequence[Work], place: Place) -> list[Work]:
     for one in work:
         experiment = find(one.label)
         known = results_of(place.store, experiment, one.size)
-        for training in (experiment.trainings or _none)(experiment.sizes[one.size]):
+        for training in _trainings(experiment, experiment.sizes[one.size]):
             missing = {
                 seed for seed in one.seeds
                 if seed not in known and not shelf.file(training, seed).exists()
@@ -205,5 +207,5 @@ def _order(work: Sequence[Work]) -> list[int]:
     return list(dict.fromkeys(seed for one in work for seed in one.seeds))
 
 
-def _none(_config: object) -> Sequence[Training]:
-    return ()
+def _trainings(experiment: Experiment, config: Any) -> Sequence[Training]:
+    return () if experiment.trainings is None else experiment.trainings(config)

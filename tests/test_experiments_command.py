@@ -104,6 +104,21 @@ def test_results_of_another_configuration_or_version_do_not_count(tmp_path):
     assert list(results_of(place.store, experiment(), "demo")) == [1]
 
 
+@pytest.mark.usefixtures("tiny")
+def test_seeds_that_were_measured_stay_when_the_next_one_fails(tmp_path, capsys, monkeypatch):
+    def fails(config, seeds, shelf):
+        if seeds == [2]:
+            raise ValueError("seed 2 is out of order")
+        return run(config, seeds, shelf)
+
+    broken = (replace(experiment(), run=fails),)
+    monkeypatch.setattr(registry, "EXPERIMENTS", broken)
+    monkeypatch.setattr("experiments.__main__.EXPERIMENTS", broken)
+    assert command("run", "all", "--seeds", "1", "2", "3", results=tmp_path) == 1
+    assert "seed 2 is out of order" in capsys.readouterr().err
+    assert list(results_of(Store(tmp_path), broken[0], "demo")) == [1]
+
+
 def test_a_run_is_the_same_alone_and_among_others(tmp_path):
     alone = Shelf(Store(tmp_path / "a")).runs(TINY, [2])[0]
     among = Shelf(Store(tmp_path / "b")).runs(TINY, [1, 2, 3])[1]
