@@ -87,40 +87,42 @@ class Block(nn.Module):
         return result
 
 
+MODELS = {"vit_b": (vit_b, images), "vit_l": (vit_l, images), "decoder_7b": (decoder_7b, text)}
+HEADER = ["model", "n", "params", "graph", "rows", "peak", "fits", "s each", "min", "talking",
+          "M f32", "M int8"]  # fmt: skip
+
+
+def lines_of(name: str, samples: int = 1000, k: int = 10, tasks: int = 20) -> list[list[str]]:
+    """A model's rows: gigabytes per rank, seconds per product, minutes per task."""
+    make, batch = MODELS[name]
+    machine = MACHINES["a100"]
+    with torch.device("meta"):
+        model = make()
+    unit = counted(model, cross_entropy, batch(), machine)
+    lines = []
+    for ranks in (1, 8, 64):
+        found = scaled(unit, samples, k, 1e-3, tasks, machine.memory, ranks, machine.link)
+        gigabytes = [found.parameters, found.graph, found.solver, found.peak]
+        lines.append(
+            [
+                f"{name}, {ranks} x A100",
+                f"{found.n / 1e6:,.0f} M",
+                *(f"{count / 1e9:.1f}" for count in gigabytes),
+                "yes" if found.fits else "no",
+                f"{found.product_seconds:.3g}",
+                f"{found.seconds / 60:.2g}",
+                f"{found.communication_seconds / found.seconds:.1%}",
+                f"{found.memories[0].bytes / 1e9:.1f}",
+                f"{found.memories[2].bytes / 1e9:.1f}",
+            ]
+        )
+    return lines
+
+
 def main() -> int:
     """The table of docs/scaling.md."""
-    lines = []
-    for make, batch, samples in (
-        (vit_b, images(), 1000),
-        (vit_l, images(), 1000),
-        (decoder_7b, text(), 1000),
-    ):
-        with torch.device("meta"):
-            model = make()
-        machine = MACHINES["a100"]
-        unit = counted(model, cross_entropy, batch, machine)
-        for ranks in (1, 8, 64):
-            found = scaled(unit, samples, 10, 1e-3, 20, machine.memory, ranks, machine.link)
-            lines.append(
-                [
-                    f"{make.__name__}, {ranks} x A100",
-                    f"{found.n / 1e6:,.0f} M",
-                    f"{found.parameters / 1e9:.1f}",
-                    f"{found.graph / 1e9:.1f}",
-                    f"{found.solver / 1e9:.1f}",
-                    f"{found.peak / 1e9:.1f}",
-                    "yes" if found.fits else "no",
-                    f"{found.products}",
-                    f"{found.product_seconds:.3g}",
-                    f"{found.seconds / 60:.1f}",
-                    f"{found.communication_seconds / found.seconds:.1%}",
-                    f"{found.memories[0].bytes / 1e9:.1f}",
-                    f"{found.memories[2].bytes / 1e9:.1f}",
-                ]
-            )
-    header = ["model", "n", "params", "graph", "rows", "peak", "fits", "products", "s each", "min",
-              "talking", "M f32", "M int8"]  # fmt: skip
-    print(format_table(header, lines))
+    for name in sys.argv[1:] or MODELS:
+        print(format_table(HEADER, lines_of(name)), flush=True)
     return 0
 
 

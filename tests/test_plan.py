@@ -94,7 +94,7 @@ def test_memory_of_a_solve_is_predicted_on_a_network_large_enough_to_be_seen():
 
 
 def test_less_memory_rebuilds_graphs_and_then_does_not_fit():
-    wide, narrow, none = (plan_of(available=size) for size in (10**10, 42 * 10**7, 10**8))
+    wide, narrow, none = (plan_of(available=size) for size in (10**10, 52 * 10**7, 10**8))
     assert wide.kept_chunks == wide.chunks
     assert narrow.kept_chunks < narrow.chunks
     assert narrow.fits

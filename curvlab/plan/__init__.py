@@ -20,6 +20,8 @@ from curvlab.operators.products.memory import chunk_size, fitting, free_bytes
 from curvlab.parameters import Selection
 from curvlab.plan.cost import MACHINES, Machine, Unit, counted, measured
 from curvlab.plan.formulae import (
+    FRAGMENTED,
+    LIBRARIES,
     Communication,
     Memory,
     communication,
@@ -40,7 +42,8 @@ class Plan:
         data: Of the samples.
         graph: Kept graphs and the working memory of one product.
         solver: The working basis of Lanczos and its result.
-        peak: All of these at once, on top of the model and data that are there already.
+        peak: All of these at once and what allocators and libraries add, on top of the model and
+            data that are there already.
         products: With the operator, for one task.
         seconds: For one task: setup, products, orthogonalisation, communication.
         memories: The memory M of all tasks, by storage dtype.
@@ -188,7 +191,8 @@ def scaled(
     solver = solver_rows(k, products, unit.n) * unit.n * unit.element // ranks
     vectors = _vectors(unit)
     data = int(unit.sample_bytes * own)
-    room = available - unit.held - data - solver - vectors
+    usable = (available - LIBRARIES) / FRAGMENTED
+    room = usable - unit.held - data - solver - vectors
     size, kept, chunks = _chunks(unit, own, room)
     working = max(0.0, unit.graph.peak(size) - unit.graph.kept(size))
     graph = int(kept * unit.graph.kept(size) + working)
@@ -203,8 +207,8 @@ def scaled(
     talking = products * (traffic.product + communication(unit.n, rows, ranks, 8).orthogonalise)
     talking /= bandwidth
     seconds = setup + products * product + orthogonalise + talking
-    peak = unit.held + data + graph + solver + vectors
-    most = _largest_k(unit, available, data, ranks, tol)
+    peak = int(FRAGMENTED * (unit.held + data + graph + solver + vectors)) + LIBRARIES
+    most = _largest_k(unit, usable, data, ranks, tol)
     found = memories(unit.n // ranks, tasks * k, max(1, available - unit.held))
     return Plan(
         n=unit.n,
@@ -248,7 +252,7 @@ def _chunks(unit: Unit, samples: int, room: float) -> tuple[int, int, int]:
     return size, fitting(unit.graph, size, room, chunks), chunks
 
 
-def _largest_k(unit: Unit, available: int, data: int, ranks: int, tol: float) -> int:
+def _largest_k(unit: Unit, available: float, data: int, ranks: int, tol: float) -> int:
     """The most pairs whose solve fits with one sample's graph; 0 if none does."""
     room = available - unit.held - data - unit.graph.peak(1) - _vectors(unit)
     low, high = 0, unit.n

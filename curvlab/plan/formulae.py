@@ -8,6 +8,8 @@ import torch
 from curvlab.basis import basis_bytes, largest_basis
 
 STORED = (torch.float32, torch.float16, torch.int8)
+FRAGMENTED = 1.15  # of what tensors take, that an allocator takes; fitted, as is the next
+LIBRARIES = 5_000_000  # bytes of buffers that libraries keep
 RESERVE = 32  # rows of the working basis that certification may take
 
 
