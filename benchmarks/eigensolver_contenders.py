@@ -24,6 +24,7 @@ from curvlab.probe import LinearOperator
 
 Answer = tuple[Tensor, Tensor, int]  # values (k,), vectors (k, n), products
 Solver = Callable[[float], Answer]
+MOST = 2_000  # products of one solve by a library that is not ours
 TIGHTER = (1.0, 1 / 3, 1 / 9, 1 / 27)  # tolerances tried, in units of the wanted one
 
 
@@ -90,7 +91,10 @@ def ours(solve: Callable[..., Eigenpairs], operator: LinearOperator, k: int, **m
 
 
 class Counted:
-    """A product as NumPy code calls it: columns in, columns out, and how many there were."""
+    """A product as NumPy code calls it: columns in, columns out, and how many there were.
+
+    A solver that asks for more than ``MOST`` is stopped: some never give up.
+    """
 
     def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
         self.product = product
@@ -98,6 +102,8 @@ class Counted:
 
     def vector(self, vector: np.ndarray) -> np.ndarray:
         self.count += 1
+        if self.count > MOST:
+            raise RuntimeError(f"not done after {MOST} products")
         image = self.product(torch.from_numpy(np.ascontiguousarray(vector.reshape(-1))))
         return np.asarray(image.detach().numpy())
 

@@ -124,8 +124,13 @@ def enter(
     """Run at the contender's default, then with more effort until the gate lets it pass."""
     first = None
     for effort in contender.efforts:
-        answer, taken = sample(found, contender, effort, timing)
-        worst, missing = judged(found.operator, answer, truth, tol)
+        try:
+            answer, taken = sample(found, contender, effort, timing)
+            worst, missing = judged(found.operator, answer, truth, tol)
+        except Exception as reason:  # a library may fail in any way of its own: say how
+            print(f"fails: {type(reason).__name__}: {str(reason)[:200]}")
+            answer, taken = (truth, torch.zeros(0), 0), 0.0
+            worst, missing = float("inf"), len(truth)
         first = worst if first is None else first
         outcome = Outcome(contender, answer, effort, worst, missing, first, [taken])
         if outcome.passes(tol):

@@ -158,6 +158,9 @@ def test_a_solver_that_misses_the_residual_is_not_timed():
     outcome = eigensolvers.enter(found, wrong, right.values, 1e-3)
     metrics = {one.metric for one in eigensolvers.rows_of(found, "it", outcome, 3, 1e-3)}
     assert metrics == {"residual", "missing", "residual at defaults"}
+    broken = Contender("1", lambda _: torch.zeros(1) @ torch.zeros(2), [1e-3])
+    failed = eigensolvers.enter(found, broken, right.values, 1e-3)
+    assert (failed.residual, failed.missing) == (math.inf, 3)
     few = Contender("1", lambda _: (right.values[[1, 1, 2]], right.vectors[[1, 1, 2]], 7), [1e-3])
     assert eigensolvers.enter(found, few, right.values, 1e-3).missing == 1
 
