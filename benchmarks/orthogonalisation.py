@@ -145,8 +145,9 @@ def reorthogonalisation(n: int, rounds: int) -> list[Row]:
     for name in calls:
         ratio = quantiles(per_round_ratio(seconds[name], seconds["read"]))
         lines.append([name, f"{1e3 * quantiles(seconds[name]).p50:.0f}", f"{ratio.p50:.2f}"])
+        version = str(torch.__version__) if name.startswith("torch") else None
         rows.append(row("reorthogonalisation m=40", name, "time", "4 reads of the basis",
-                        f"n={n}", ratio, threads=THREADS))  # fmt: skip
+                        f"n={n}", ratio, threads=THREADS, version=version))  # fmt: skip
     print(f"\ntwo passes against {ROWS} rows: n = {n:,}; one reading at {bandwidth:.1f} GB/s")
     print(format_table(["way", "ms", "of four readings"], lines))
     return rows
