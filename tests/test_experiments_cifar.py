@@ -37,7 +37,7 @@ TINY = Training(
     test=20, samples=10, batchnorm="freeze", embedded=True,
 )  # fmt: skip
 RESNET = Network("ResNet", TINY, ks=(2, 4))
-VIT = Network("ViT", replace(TINY, network="vit_tiny", batchnorm=None), ks=(2, 4))
+VIT = Network("ViT", replace(TINY, network="vit_tiny", batchnorm=None), ks=(2,))
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +53,10 @@ def data(tmp_path_factory):
     return folder
 
 
-def finish(experiment, config, store, data=None, verdicts=("agree", "disagree")):
+def finish(experiment, config, store, data=None, seeds=SEEDS, verdicts=("agree", "disagree")):
     """Run it, put it through JSON as the store does; returns metrics, tables by label, claims."""
-    found = experiment.run(config, SEEDS, Shelf(store, data, progress=False))
-    assert list(found) == list(SEEDS)
+    found = experiment.run(config, seeds, Shelf(store, data, progress=False))
+    assert list(found) == list(seeds)
     metrics = {seed: json.loads(json.dumps(one)) for seed, one in found.items()}
     tables = {table.label: table for table in experiment.tables(config, metrics)}
     claims = experiment.claims(config, metrics)
@@ -124,7 +124,7 @@ def test_other_architectures_share_the_runs_of_cifar10(store, data):
     config = other_architectures.Config((RESNET, VIT), (tiny,))
     metrics, tables, claims = finish(other_architectures.EXPERIMENT, config, store, data)
     added = {path.name for path in (store.folder / "runs").iterdir()} - before
-    assert len(added) == 3 * len(SEEDS), "only those of CIFAR-100"
+    assert len(added) == 2 * len(SEEDS), "only those of CIFAR-100"
     table = tables["tab:other-arch"]
     one = {seed: entry["cifar10"] for seed, entry in metrics.items()}
     lost = torch.stack([
@@ -135,21 +135,21 @@ def test_other_architectures_share_the_runs_of_cifar10(store, data):
         assert math.isclose(table.mean("ResNet, SGD", column), expected, abs_tol=1e-9)
     assert math.isnan(table.mean("ResNet, SGD", "cifar100")), "there is no such training here"
     assert not math.isnan(table.mean("ViT, SGD", "cifar100"))
-    assert len(claims) == 6
+    assert len(claims) == 4
 
 
 def test_cifar100_runs_from_files_of_the_published_format(store, data, tmp_path):
     training = replace(
-        TINY, stream="split_cifar100", epochs="1", tasks=None, test=None, embedded=False
+        VIT.training, stream="split_cifar100", epochs="1", tasks=None, test=None, embedded=False
     )
-    config = cifar100.Config((replace(RESNET, training=training, ks=(1,)),))
-    metrics, tables, claims = finish(cifar100.EXPERIMENT, config, store, data)
-    matrix = metrics[11]["ResNet, SGD"]["accuracy"]
+    config = cifar100.Config((replace(VIT, training=training, ks=(1,)),))
+    metrics, tables, claims = finish(cifar100.EXPERIMENT, config, store, data, seeds=(11,))
+    matrix = metrics[11]["ViT, SGD"]["accuracy"]
     assert [len(row) for row in matrix] == list(range(1, 21)), "twenty tasks"
     table = tables["Table:acc-C100"]
-    assert len(table.rows["ResNet, SGD"]["a(T)"].samples) == 20 * len(SEEDS)
-    gap = table.mean("ResNet, SGD", "a_tt") - table.mean("ResNet, SGD", "a(T)")
-    assert math.isclose(gap, table.mean("ResNet, SGD", "E(T)"), abs_tol=1e-9)
+    assert len(table.rows["ViT, SGD"]["a(T)"].samples) == 20
+    gap = table.mean("ViT, SGD", "a_tt") - table.mean("ViT, SGD", "a(T)")
+    assert math.isclose(gap, table.mean("ViT, SGD", "E(T)"), abs_tol=1e-9)
     assert len(claims) == 3
     cifar100.EXPERIMENT.figure(config, metrics, tmp_path / "picture")
     for suffix in ("png", "pdf"):
@@ -182,7 +182,7 @@ def test_predictions_of_full_rank_are_those_of_the_exact_hessian(store):
 
 
 def test_low_rank_of_a_resnet_says_that_it_is_not_cifar100(store):
-    _, tables, claims = finish(low_rank.EXPERIMENT, low_rank.Config(TINY, ranks=(2, 4)), store)
+    _, tables, claims = finish(low_rank.EXPERIMENT, low_rank.Config(TINY, (2, 4)), store)
     assert "where the paper has CIFAR-100" in tables["tab:RNC100TAYLOR"].title
     assert list(tables["tab:RNC100EQ3"].rows) == ["r = 2", "r = 4", "r = inf"]
     assert len(claims) == 4
@@ -204,7 +204,7 @@ def test_twenty_rotations_are_twenty_tasks(store, tmp_path):
     training = Training("rotated_mnist_20", "mlp_tiny", rates="{0.1, 0.01}", epochs="{2, 1}",
                         train=30, test=20, samples=10, embedded=True)  # fmt: skip
     config = long_stream.Config((Network("MLP", training, ks=(1,)),))
-    metrics, tables, _ = finish(long_stream.EXPERIMENT, config, store)
+    metrics, tables, _ = finish(long_stream.EXPERIMENT, config, store, seeds=(11,))
     assert len(metrics[11]["MLP, SGD"]["accuracy"]) == 20
     table = tables["20 rotations"]
     assert "not in the paper" in table.title
