@@ -295,6 +295,18 @@ def test_every_verb_has_help_with_examples_that_parse(run):
             assert parse(words[1:]).verb == name
 
 
+@pytest.mark.slow
+def test_demo_shows_a_spectrum_and_less_forgetting(run, place):
+    code, out, err = run("demo", "--out", "demo", "--json", "-q")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["forgetting"]["SGD-dagger"] < found["forgetting"]["SGD"]
+    assert found["values"][0] > 1.0
+    for name in found["pictures"]:
+        assert (place / name).stat().st_size > 3000
+    assert run("plot", "demo/SGD-11.safetensors", "--picture", "run.png")[0] == 0
+
+
 MISTAKES = {
     ("eigg", *NET): (2, "did you mean eig?"),
     ("eig",): (2, "--model, --data"),
