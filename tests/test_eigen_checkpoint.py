@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from curvlab.eigen import Eigenpairs, block_lanczos, lanczos
+from curvlab.eigen import Eigenpairs, block_lanczos, lanczos, spectral_energy
 from curvlab.eigen.checkpoint import previous
 from curvlab.eigen.progress import Progress
 from curvlab.storage import StorageError
@@ -139,6 +139,11 @@ def test_ctrl_c_returns_what_was_found_and_saves_the_state(tmp_path):
     with pytest.raises(RuntimeError, match="checkpoint="):
         partial.require_converged()
     assert same(lanczos(Dying(), 4, checkpoint=path, **OPTIONS), whole)
+
+
+def test_ctrl_c_in_an_energy_selection_is_not_taken_for_slow_convergence():
+    with pytest.raises(KeyboardInterrupt):
+        spectral_energy(Dying(40, KeyboardInterrupt), 0.01, progress=False, dense=False)
 
 
 def test_a_result_survives_saving_and_shows_what_matters(tmp_path):

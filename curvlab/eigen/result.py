@@ -87,6 +87,11 @@ class Eigenpairs:
         return self.vectors.shape[1]
 
     @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the solve: these are the pairs found until then."""
+        return "interrupted" in self.reason
+
+    @property
     def tolerances(self) -> Tensor:
         """What each residual was compared with, shape ``(k,)``."""
         return tolerances(self.values, self.tol, self.relative_to, self.norm)
