@@ -84,7 +84,8 @@ def norm(vector: Tensor) -> Tensor:
     # a chunk at a time: torch would copy the whole of a float32 tensor to float64
     chunks = torch.split(vector, CHUNK, -1)
     norms = [torch.linalg.vector_norm(chunk, dim=-1, dtype=torch.float64) for chunk in chunks]
-    return norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    return norms[0] if len(norms) == 1 else total
 
 
 def normalise_(vector: Tensor, before: Tensor, m: int) -> Tensor:
