@@ -137,7 +137,7 @@ def test_hundreds_of_chunks_do_not_drift():
     assert relative(many @ vectors(many), truth @ vectors(many).double()) < 2e-7
 
 
-BUDGETS = {3e6: "some", 1.5e7: "some", 1e8: "all"}
+BUDGETS = {3.4e6: "some", 1.7e7: "some", 1.2e8: "all"}
 
 
 def test_a_budget_decides_how_many_graphs_are_kept_and_the_peak_respects_it():
@@ -155,7 +155,7 @@ def test_a_budget_decides_how_many_graphs_are_kept_and_the_peak_respects_it():
         with memory.LiveBytes() as live:
             operator = Hessian(model, F.cross_entropy, data, budget=budget)
             product = operator @ block
-        assert live.peak <= 1.15 * budget, operator.engine
+        assert live.peak <= budget, operator.engine
         assert relative(product, expected @ block) < 2e-5
         chunks, kept = (int(part.split()[0]) for part in operator.engine.split(", ")[1:])
         assert outcome == ("all" if kept == chunks else "some" if kept else "none")

@@ -247,7 +247,7 @@ class Curvature(Operator):
         held = sum(t.nbytes for batch in problem.batches.joined for t in tensors(batch))
         element = problem.parameters[0].element_size()
         # the copied parameters, a float64 sum, and the vectors of a probe or a small solver
-        room = budget - held - self.n * (7 * element + 8)
+        room = memory.USABLE * budget - held - self.n * (7 * element + 8)
         samples = None if problem.whole else problem.batches.samples
         cost = self.cost = self._cost(samples, room)
         if samples is None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 SHARE = 0.5  # of the free memory, when no budget is given
+USABLE = 0.9  # of a budget: allocators hold freed blocks, libraries keep buffers of their own
 # In units of a kept graph's product with one sample, about two of its gradients:
 OVERHEAD = 1.0  # of a chunk, for small parameters; measured on the ResNet
 OVERHEAD_LENGTH = 0.3  # more for each time the parameters are larger than a sample's graph; ViT
