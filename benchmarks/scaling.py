@@ -3,7 +3,7 @@
     curvlab plan --model benchmarks.scaling:vit_b --data benchmarks.scaling:images --counted \
         --machine a100 --samples 1000 --k 10 --tasks 20 --ranks 8
 
-``python -m benchmarks.scaling`` prints the plans that docs/scaling.md quotes.
+``python -m benchmarks.scaling`` prints the plans that curvlab/guide/scaling.md quotes.
 """
 
 import sys
@@ -120,7 +120,7 @@ def lines_of(name: str, samples: int = 1000, k: int = 10, tasks: int = 20) -> li
 
 
 def main() -> int:
-    """The table of docs/scaling.md."""
+    """The table of curvlab/guide/scaling.md."""
     for name in sys.argv[1:] or MODELS:
         print(format_table(HEADER, lines_of(name)), flush=True)
     return 0

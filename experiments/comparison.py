@@ -1,7 +1,6 @@
 """SGD, SGD-dagger, OGD and GPM at two learning rates (fig:comparisonRM)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from curvlab.metrics import NORMS, accuracy_forgetting, average_accuracy, average_forgetting
@@ -9,14 +8,10 @@ from experiments.experiment import BySeed, Experiment
 from experiments.figures import curve, panels, save
 from experiments.paper import HIGH, LOW
 from experiments.rotated import (
-    DEMO,
-    FEW,
-    FULL,
+    COMPARISON_COST,
+    COMPARISONS,
     RATES,
-    SMALL,
-    Few,
-    Rotated,
-    caption,
+    Comparison,
     forgotten,
     learned,
     outcome,
@@ -30,13 +25,7 @@ LEARNERS = ("SGD", "SGD-dagger", "OGD", "GPM")
 LIKE = 0.25  # two figures are "similar" when they differ by less than this share of the larger
 
 
-@dataclass(frozen=True)
-class Config:
-    stream: Rotated = FULL
-    few: Few = None
-
-
-def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
+def run(config: Comparison, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
     found: dict[int, Metrics] = {seed: {rate: {} for rate in RATES} for seed in seeds}
     for rate in reversed(RATES):
         for learner in LEARNERS:
@@ -47,9 +36,9 @@ def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics
     return found
 
 
-def tables(config: Config, metrics: BySeed) -> list[Table]:
+def tables(config: Comparison, metrics: BySeed) -> list[Table]:
     columns = ("E(T)", "E(T) with 1/t", "E over pairs", "a(T)", "a_tt", "kept")
-    title = f"forgetting in accuracy, {caption(config.stream, config.few)}"
+    title = f"forgetting in accuracy, {config.caption}"
     table = Table("fig:comparisonRM", title, columns)
     for rate in RATES:
         for learner in LEARNERS:
@@ -70,7 +59,7 @@ def _total(kept: int | list[int]) -> float:
     return float(sum(kept) if isinstance(kept, list) else kept)
 
 
-def claims(config: Config, metrics: BySeed) -> list[Claim]:
+def claims(config: Comparison, metrics: BySeed) -> list[Claim]:
     [table] = tables(config, metrics)
 
     def forgotten_by(rate: str, *learners: str) -> list[float]:
@@ -97,7 +86,7 @@ def _alike(a: float, b: float) -> bool:
     return abs(a - b) < LIKE * max(abs(a), abs(b))
 
 
-def figure(config: Config, metrics: BySeed, path: Path) -> None:
+def figure(config: Comparison, metrics: BySeed, path: Path) -> None:
     del config
     plots, axes = panels(2)
     for axis, rate in zip(axes, reversed(RATES), strict=True):
@@ -119,16 +108,11 @@ EXPERIMENT = Experiment(
     label="fig:comparisonRM",
     what="average forgetting of SGD, SGD-dagger, OGD and GPM at two learning rates",
     data="mnist",
-    sizes={
-        "demo": Config(DEMO),
-        "scaled": Config(SMALL),
-        "few": Config(few=FEW),
-        "full": Config(),
-    },
+    sizes=COMPARISONS,
     run=run,
     tables=tables,
     claims=claims,
     figure=figure,
     trainings=lambda config: config.stream.trainings(LEARNERS, config.few),
-    cost={"demo": "1 min", "scaled": "20 min", "few": "1 h", "full": "5 h on one core"},
+    cost=COMPARISON_COST,
 )

@@ -87,6 +87,27 @@ SMALL = Rotated(**SCALED, train=2000, samples=500)  # type: ignore[arg-type]
 FULL = Rotated()
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Configuration of a label that compares learners."""
+
+    stream: Rotated = FULL
+    few: Few = None
+
+    @property
+    def caption(self) -> str:
+        return caption(self.stream, self.few)
+
+
+COMPARISONS = {
+    "demo": Comparison(DEMO),
+    "scaled": Comparison(SMALL),
+    "few": Comparison(few=FEW),
+    "full": Comparison(),
+}
+COMPARISON_COST = {"demo": "1 min", "scaled": "20 min", "few": "1 h", "full": "5 h on one core"}
+
+
 def seeds_of(learner: str, seeds: Sequence[int], few: Few) -> list[int]:
     """Those of ``seeds`` for which a label trains ``learner``."""
     return [seed for seed in seeds if few is None or learner not in DEAR or seed in few]

@@ -4,20 +4,15 @@ VNC(t) = D_t' (1/t sum of past Hessians) D_t, signed: Hessians are indefinite in
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from experiments.curvature import expansion
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.paper import HIGH, LOW
 from experiments.rotated import (
-    DEMO,
-    FEW,
-    FULL,
+    COMPARISON_COST,
+    COMPARISONS,
     RATES,
-    SMALL,
-    Few,
-    Rotated,
-    caption,
+    Comparison,
     forgotten,
     learned,
     outcome,
@@ -29,13 +24,7 @@ from experiments.tables import Claim, Metrics, Table, claim
 LEARNERS = ("GPM", "OGD", "SGD", "SGD-dagger")  # the paper's table has the first three
 
 
-@dataclass(frozen=True)
-class Config:
-    stream: Rotated = FULL
-    few: Few = None
-
-
-def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
+def run(config: Comparison, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
     found: dict[int, Metrics] = {seed: {rate: {} for rate in RATES} for seed in seeds}
     for rate in RATES:
         for learner in LEARNERS:
@@ -48,8 +37,8 @@ def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics
     return found
 
 
-def tables(config: Config, metrics: BySeed) -> list[Table]:
-    title = f"violation of the null-forgetting constraint, {caption(config.stream, config.few)}"
+def tables(config: Comparison, metrics: BySeed) -> list[Table]:
+    title = f"violation of the null-forgetting constraint, {config.caption}"
     table = Table("tab:VOC", title, ("VNC", "E(T)", "a_tt"))
     for rate in RATES:
         for learner in LEARNERS:
@@ -61,7 +50,7 @@ def tables(config: Config, metrics: BySeed) -> list[Table]:
     return [table]
 
 
-def claims(config: Config, metrics: BySeed) -> list[Claim]:
+def claims(config: Comparison, metrics: BySeed) -> list[Claim]:
     [table] = tables(config, metrics)
     low, high = (
         [table.mean(f"{rate}, {learner}", "VNC") for learner in LEARNERS[:3]]
@@ -83,15 +72,10 @@ EXPERIMENT = Experiment(
     label="tab:VOC",
     what="violation of the null-forgetting constraint by GPM, OGD and SGD (and SGD-dagger)",
     data="mnist",
-    sizes={
-        "demo": Config(DEMO),
-        "scaled": Config(SMALL),
-        "few": Config(few=FEW),
-        "full": Config(),
-    },
+    sizes=COMPARISONS,
     run=run,
     tables=tables,
     claims=claims,
     trainings=lambda config: config.stream.trainings(LEARNERS, config.few),
-    cost={"demo": "1 min", "scaled": "20 min", "few": "1 h", "full": "5 h on one core"},
+    cost=COMPARISON_COST,
 )

@@ -276,7 +276,7 @@ def test_outside_a_job_the_cure_is_named():
 
 @pytest.mark.slow
 def test_the_documented_program_runs_under_torchrun(tmp_path):
-    text = (Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
+    text = (Path(__file__).parent.parent / "curvlab" / "guide" / "distributed.md").read_text()
     program = tmp_path / "spectrum.py"
     program.write_text(text.partition("```python\n")[2].partition("```")[0])
     ranks = ["--standalone", "--nproc-per-node", "2"]

@@ -22,7 +22,7 @@ from experiments import (
 )
 from experiments.curvature import hessian
 from experiments.paper import HIGH, LOW
-from experiments.rotated import DEMO, FULL, RATES, SMALL, Rotated, lower_rows, square
+from experiments.rotated import DEMO, FULL, RATES, SMALL, Comparison, Rotated, lower_rows, square
 from experiments.shelf import Shelf
 from experiments.store import Store
 
@@ -34,8 +34,8 @@ TINY = Rotated(
 CONFIGS = {
     taylor: taylor.Config(TINY),
     recursion: recursion.Config(TINY),
-    comparison: comparison.Config(TINY),
-    violation: violation.Config(TINY),
+    comparison: Comparison(TINY),
+    violation: Comparison(TINY),
     assumptions: assumptions.Config(TINY, columns=30, probes=5),
     random_matrices: random_matrices.Config(n=20, trials=5),
     energy: energy.Config(TINY, levels=(0.0, 0.3, 1.0)),

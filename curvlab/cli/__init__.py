@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return GOOD
     except UsageError as error:
         return _explain(options, str(error), USAGE)
-    except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
         return _explain(options, first[0], PROBLEM)
 

@@ -112,7 +112,7 @@ def _collect(ends: list[Connection], processes: list[BaseProcess], timeout: floa
             alive = process.is_alive()  # asked first: an answer may come between the two
             if end.poll(0.01):
                 try:
-                    answers[rank] = pickle.loads(end.recv_bytes())
+                    answers[rank] = pickle.loads(end.recv_bytes())  # from a process of ours
                 except EOFError:
                     process.join(GRACE)
                     died = f"rank {rank} ended with exit code {process.exitcode}"

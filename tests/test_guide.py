@@ -8,13 +8,13 @@ import pytest
 
 from curvlab.cli.parser import parse
 
-DOCS = Path(__file__).parent.parent / "docs"
-# docs/distributed.md needs several processes and is tested with them
+GUIDE = Path(__file__).parent.parent / "curvlab" / "guide"
+# guide/distributed.md needs several processes and is tested with them
 PAGES = ["quickstart", "choosing", "memory", "certificate", "paper", "extending", "scaling"]
 
 
 def blocks(page, language):
-    text = (DOCS / f"{page}.md").read_text()
+    text = (GUIDE / f"{page}.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -23,7 +23,7 @@ def test_the_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": page}
     for number, block in enumerate(blocks(page, "python"), start=1):
-        exec(compile(block, f"docs/{page}.md, block {number}", "exec"), namespace)
+        exec(compile(block, f"guide/{page}.md, block {number}", "exec"), namespace)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -36,10 +36,10 @@ def test_the_commands_of_a_page_parse(page):
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in DOCS.glob("*.md"):
+    for page in GUIDE.glob("*.md"):
         for target in re.findall(r"\]\(([a-z_/.]+\.(?:md|png|svg))\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_every_page_of_the_guide_is_known():
-    assert {page.stem for page in DOCS.glob("*.md")} <= {*PAGES, "distributed"}
+    assert {page.stem for page in GUIDE.glob("*.md")} <= {*PAGES, "distributed"}
