@@ -27,9 +27,8 @@ def test_rows_past_two_to_the_31_elements_are_addressed(tmp_path, dtype, ld, gen
     rows = storage.view(m, ld)
     assert rows.numel() > 2**31
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    values, scales = reference.quantise(
-        torch.randn(m, n, generator=generator, dtype=working) / n**0.5, dtype
-    )
+    orthonormal = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=working))[0].T
+    values, scales = reference.quantise(orthonormal, dtype)
     for i in range(m):
         rows[i, :n] = values[i, :n]
     all_scales = None

@@ -10,7 +10,7 @@ from curvlab_kernels._cpu import loops
 
 # Relative to the vector's norm.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-7}
-SHAPES = [(0, 7), (1, 1), (1, 1024), (3, 1025), (17, 4999), (6, 70001)]
+SHAPES = [(0, 7), (1, 1), (1, 1024), (3, 1025), (17, 4999), (41, 18010), (6, 70001)]
 STORAGE = [
     torch.float64,
     torch.float32,
@@ -34,8 +34,8 @@ def kernels(request, monkeypatch):
 
 
 def stored(m, n, dtype, generator, working=torch.float32):
-    """Rows of about unit norm, their scales, and their exact values as float64 ``(m, n)``."""
-    vectors = torch.randn(m, n, generator=generator, dtype=torch.float64) / n**0.5
+    """Rows orthonormal up to storage, their scales, and their exact values, float64 ``(m, n)``."""
+    vectors = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))[0].T
     rows, scales = reference.quantise(vectors.to(working), dtype)
     values = rows[:, :n].double()
     if scales is not None:

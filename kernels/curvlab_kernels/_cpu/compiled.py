@@ -170,6 +170,24 @@ def _subtract_and_accumulate(
 subtract_and_accumulate = compiled(_subtract_and_accumulate)
 
 
+def _project(rows: Any, vector: Any, removed: Any, zero: Any) -> None:
+    """``vector -= M' M vector``, eight orthonormal rows after the other; ``removed += M vector``.
+
+    Eight short rows stay in the cache between the two products: each is read from memory once.
+    """
+    m, n = rows.shape[0], vector.shape[0]
+    weights = np.zeros(8, vector.dtype)
+    for i in range(0, m, 8):
+        some, found = rows[i : i + 8], removed[i : i + 8]
+        accumulate(some, vector, found, zero, 0, 0, n)
+        for k in range(found.shape[0]):
+            weights[k] = found[k]
+        subtract(some, weights, vector, 0, 0, n)
+
+
+project = compiled(_project)
+
+
 def _squares(vector: Any, total: Any, start: int, stop: int) -> None:
     """``total[0] += sum(vector[start:stop] ** 2)``, every product and sum in float64."""
     part = vector[start:stop]

@@ -21,6 +21,7 @@ Piece = tuple[int, Tensor]  # the column at which it begins, and vectors (n,) or
 
 SHORT = 1 << 19  # products up to which one call of torch costs less than starting the loops
 TINY = 1 << 11  # elements of a vector for which torch costs less than the call of a loop
+KEPT = 1 << 18  # elements of eight rows, most of which a cache keeps over one pass through them
 RESIDENT = 1 << 17  # elements of the basis that stay in the second-level cache
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,15 @@ def choose(rows: Tensor, pieces: Sequence[Piece]) -> ModuleType | None:
     if rows.dtype == torch.float32 and columns > CHUNK and rows.shape[0] * columns > SHORT:
         return _compiled("compiled")
     return None
+
+
+def choose_once(rows: Tensor, vector: Tensor) -> ModuleType | None:
+    """The compiled loops for float32 rows of which eight stay in the cache, on one thread."""
+    if rows.dtype != torch.float32 or vector.dtype != torch.float32 or vector.dim() > 1:
+        return None
+    work = rows.shape[0] * vector.shape[0]
+    alone = work < threads.ENOUGH or torch.get_num_threads() == 1
+    return _compiled("compiled") if alone and work and 8 * vector.shape[0] <= KEPT else None
 
 
 def choose_vector(vector: Tensor) -> ModuleType | None:
@@ -93,6 +103,13 @@ def subtract(
         loops.subtract(*stored, factors, numbers, first, start, stop)
 
     _spread(run, rows.shape[0], pieces, None)
+
+
+def project(loops: ModuleType, rows: Tensor, vector: Tensor) -> Tensor:
+    """``g -= M' M g`` for orthonormal rows, each read from memory once; returns ``M g``, float64."""
+    removed = np.zeros(rows.shape[0])
+    loops.project(rows.numpy(), vector.detach().numpy(), removed, np.float32(0))
+    return torch.from_numpy(removed)
 
 
 def subtract_and_accumulate(

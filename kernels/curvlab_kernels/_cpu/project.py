@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvlab_kernels._cpu import loops
 from curvlab_kernels._cpu.loops import SHORT
 from curvlab_kernels._cpu.products import accumulate, subtract
 from curvlab_kernels.algebra import solve
@@ -32,6 +33,10 @@ def project_(
     rows: Tensor, vectors: Tensor, factor: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
     """See :func:`curvlab_kernels.reference.project_`."""
+    if factor is None:
+        compiled = loops.choose_once(rows, vectors)
+        if compiled is not None:
+            return loops.project(compiled, rows, vectors)
     short = 0 < vectors.numel() <= CHUNK and rows.shape[0] * vectors.shape[-1] <= SHORT
     if short and rows.dtype == vectors.dtype and factor is None:
         return _project_short_(rows, vectors)
