@@ -1,6 +1,7 @@
 """The paper's tables and figures from the command line: list, run, report, merge, repair."""
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -8,12 +9,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from experiments.costs import spent
 from experiments.experiment import SEEDS, SIZES, file_name
 from experiments.registry import EXPERIMENTS, find
 from experiments.runner import Place, Work, each, results_of, shard, trainings_of
 from experiments.store import Store
 
 RESULTS = Path("results/experiments")
+COMMITTED = Path(__file__).parent / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         said = sys.argv[1:] if arguments is None else list(arguments)
         again = f"python -m experiments {shlex.join(said)}"
@@ -32,17 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _list(_options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> int:
+    """Costs are those of the results at hand, here or committed; estimates where there are none."""
+    lines = [*Store(COMMITTED).results(), *Store(options.results).results()]
     for one in EXPERIMENTS:
         print(f"{', '.join(one.labels)}\n    {one.what}")
-        sizes = ", ".join(f"{size}: {one.cost.get(size, '?')}" for size in one.sizes)
-        print(f"    data: {one.data if one.data != 'none' else 'none needed'}; {sizes}")
+        print(f"    data: {one.data if one.data != 'none' else 'none needed'}")
+        for size in one.sizes:
+            print(f"    {size:<7} {spent(lines, one, size) or one.cost.get(size, 'not known')}")
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
     began, failed = time.perf_counter(), []
-    place = Place(options.results, options.data, options.threads, not options.quiet)
+    progress = not options.quiet
+    place = Place(options.results, options.data, options.threads, progress, options.device)
     place.store.results()  # a damaged line is told of before hours are spent
     work = _work(options)
     first = trainings_of(work, place) if options.jobs > 1 else []
@@ -99,8 +111,7 @@ def _show(one: Work, place: Place) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         experiment.figure(config, metrics, path)
         print(f"figure: {path}.png")
-    seconds = sum(result.seconds for result in known.values())
-    print(f"{len(metrics)} seeds, {seconds:.0f} s in all", flush=True)
+    print(f"took {spent(place.store.results(), experiment, one.size)}", flush=True)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -142,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parts = "part I of N, for N machines; `merge` puts their results together"
     run.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help=parts)
     run.add_argument("--data", type=Path, help="folder of MNIST and CIFAR (or CURVLAB_DATA)")
+    run.add_argument("--device", type=_device, default="cpu", help="cpu, cuda, cuda:1, ...")
     run.add_argument("--quiet", action="store_true", help="no line per task while training")
     report = commands.add_parser("report", help="one page with everything in the results folder")
     report.set_defaults(command=_report)
@@ -151,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
     repair = commands.add_parser("repair", help="move damaged lines of the results file aside")
     repair.set_defaults(command=_repair)
-    for command in (run, report, merge, repair):
+    for command in (listing, run, report, merge, repair):
         command.add_argument("--results", type=Path, default=RESULTS, help="results folder")
     return parser
 
@@ -160,6 +172,15 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more; got {text!r}")
     return int(text)
+
+
+def _device(text: str) -> str:
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        reason = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text!r} is not to be had here: {reason}") from error
+    return text
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -1,10 +1,11 @@
 """The names a configuration may use, and what they stand for: streams, networks, learners."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
+from torch.nn.functional import avg_pool2d
 
 from curvlab.learners import (
     EWC,
@@ -28,6 +29,7 @@ from curvlab.nets import (
     vit_cifar,
 )
 from curvlab.tasks import (
+    Samples,
     Task,
     cifar10,
     cifar100,
@@ -54,6 +56,18 @@ def _cifar10(embedded: bool, data: Path | None) -> list[Task]:
     return split_cifar10(None if embedded else cifar10(data))
 
 
+def _pixels(embedded: bool, data: Path | None) -> list[Task]:
+    """Split CIFAR-10 for learners of MLPs: 16 x 16 means of 2 x 2 pixels, colours kept, as 768."""
+
+    def flat(samples: Samples) -> Samples:
+        return replace(samples, inputs=avg_pool2d(samples.inputs, 2).flatten(1))
+
+    return [
+        replace(task, train=flat(task.train), test=flat(task.test))
+        for task in _cifar10(embedded, data)
+    ]
+
+
 def _cifar100(embedded: bool, data: Path | None) -> list[Task]:
     if embedded:
         raise ValueError("no CIFAR-100 images are embedded in the package; use its files")
@@ -64,6 +78,7 @@ STREAMS: dict[str, Stream] = {
     "rotated_mnist": _rotated,
     "rotated_mnist_20": _rotated_20,
     "split_cifar10": _cifar10,
+    "split_cifar10_pixels": _pixels,
     "split_cifar100": _cifar100,
 }
 
@@ -78,23 +93,36 @@ class Network:
 
 HIDDEN = (50, 50, 50, 50)  # four layers: the paper's 18,010 parameters, not the three of its text
 
+
+def _mlps(name: str, inputs: int) -> dict[str, Network]:
+    """The MLP for so many inputs in the forms that learners ask for."""
+
+    def sizes(classes: int) -> tuple[int, ...]:
+        return (inputs, *HIDDEN, classes)
+
+    return {
+        name: Network(lambda seed, classes, _: mlp(sizes(classes), seed=seed)),
+        f"{name}_unbiased": Network(
+            lambda seed, classes, _: mlp(sizes(classes), bias=False, seed=seed)
+        ),
+        f"{name}_powers": Network(
+            lambda seed, classes, _: powerpropagate(mlp(sizes(classes), seed=seed))
+        ),
+        f"{name}_kwinners": Network(
+            lambda seed, classes, _: kwinners_mlp(sizes(classes), 0.3, seed=seed)
+        ),
+        f"{name}_columns": Network(
+            lambda seed, classes, tasks: progressive_mlp(sizes(classes), tasks, seed=seed)
+        ),
+    }
+
+
 NETWORKS: dict[str, Network] = {
-    "mlp": Network(lambda seed, classes, _: mlp((196, *HIDDEN, classes), seed=seed)),
-    "mlp_unbiased": Network(
-        lambda seed, classes, _: mlp((196, *HIDDEN, classes), bias=False, seed=seed)
-    ),
+    **_mlps("mlp", 196),
+    **_mlps("pixels", 768),
     "mlp_tiny": Network(lambda seed, classes, _: mlp((196, 8, 8, classes), seed=seed)),
     "mlp_tiny_unbiased": Network(
         lambda seed, classes, _: mlp((196, 8, 8, classes), bias=False, seed=seed)
-    ),
-    "mlp_powers": Network(
-        lambda seed, classes, _: powerpropagate(mlp((196, *HIDDEN, classes), seed=seed))
-    ),
-    "mlp_kwinners": Network(
-        lambda seed, classes, _: kwinners_mlp((196, *HIDDEN, classes), 0.3, seed=seed)
-    ),
-    "mlp_columns": Network(
-        lambda seed, classes, tasks: progressive_mlp((196, *HIDDEN, classes), tasks, seed=seed)
     ),
     "resnet": Network(lambda seed, classes, _: slim_resnet18(classes, seed=seed), 500),
     "resnet_small": Network(
@@ -130,6 +158,10 @@ LEARNERS: dict[str, Callable[[float, int], Learner]] = {
     "SpaceNet": lambda _level, _samples: SpaceNet(
         # for five tasks: 4 x 8 of 50 neurons are reserved when the last one picks its 18
         selected=(18,) * 4, reserved=(8,) * 4, connections=(1800, 200, 200, 200, 120),
+    ),
+    "SpaceNet-pixels": lambda _level, _samples: SpaceNet(
+        # of the places between the picked neurons the same shares: half, and two thirds at the end
+        selected=(18,) * 4, reserved=(8,) * 4, connections=(6900, 200, 200, 200, 24),
     ),
     "Progressive": lambda _level, _samples: Progressive(),
     "k-winners": lambda epsilon, samples: HeterogeneousDropout(

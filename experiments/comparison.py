@@ -37,7 +37,7 @@ def run(config: Comparison, seeds: Sequence[int], shelf: Shelf) -> dict[int, Met
 
 
 def tables(config: Comparison, metrics: BySeed) -> list[Table]:
-    columns = ("E(T)", "E(T) with 1/t", "E over pairs", "a(T)", "a_tt", "kept")
+    columns = ("E(T)", "E(T) with 1/t", "E over pairs", "a(T)", "a_tt", "kept at the end")
     title = f"forgetting in accuracy, {config.caption}"
     table = Table("fig:comparisonRM", title, columns)
     for rate in RATES:
@@ -50,7 +50,7 @@ def tables(config: Comparison, metrics: BySeed) -> list[Table]:
                 table.add(row, column, [float(average[-1]) for average in averages])
             table.add(row, "a(T)", [float(average_accuracy(a)[-1]) for a in accuracy])
             table.add(row, "a_tt", [learned(one) for one in group])
-            table.add(row, "kept", [_total(one["kept"]) for one in group])
+            table.add(row, "kept at the end", [_total(one["kept"]) for one in group])
     return [table]
 
 
@@ -68,8 +68,8 @@ def claims(config: Comparison, metrics: BySeed) -> list[Claim]:
     high, low = forgotten_by(HIGH, *LEARNERS), forgotten_by(LOW, *LEARNERS)
     chance = [table.mean(f"{LOW}, {learner}", "a_tt") for learner in LEARNERS[1:]]
     return [
-        claim("high rate: SGD-dagger is like SGD", high[:2], _alike),
-        claim("high rate: OGD is like SGD", [high[0], high[2]], _alike),
+        claim("high rate: SGD-dagger is like SGD (within a quarter)", high[:2], _alike),
+        claim("high rate: OGD is like SGD (within a quarter)", [high[0], high[2]], _alike),
         claim("high rate: GPM forgets least", high, lambda s, d, o, g: g < min(s, d, o)),
         claim("low rate: SGD-dagger, OGD and GPM all forget less than SGD", low,
               lambda s, d, o, g: max(d, o, g) < s),
@@ -77,8 +77,8 @@ def claims(config: Comparison, metrics: BySeed) -> list[Claim]:
               lambda d, o, g: max(d, o, g) - min(d, o, g) < 0.05),
         claim("every learner forgets less at the low rate", [*high, *low],
               lambda *e: all(a > b for a, b in zip(e[:4], e[4:], strict=True))),
-        claim("(not vacuous: at the low rate the three still learn, a_tt above one half)", chance,
-              lambda *a: min(a) > 0.5),
+        claim("not vacuous: at the low rate the three still learn, a_tt above one half", chance,
+              lambda *a: min(a) > 0.5, ours=True),
     ]  # fmt: skip
 
 

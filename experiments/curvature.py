@@ -17,7 +17,7 @@ def hessian_samples(shelf: Shelf, training: Training, seed: int, task: int) -> S
     """
     train = shelf.tasks(training)[task].train
     generator = derived_generator(seed, "hessian", task)
-    return subset(train, min(training.samples, len(train)), seed=generator)
+    return subset(train, min(training.samples, len(train)), seed=generator).to(shelf.device)
 
 
 def hessian(shelf: Shelf, training: Training, run: Run, task: int) -> Hessian:

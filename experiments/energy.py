@@ -67,7 +67,7 @@ def claims(config: Config, metrics: BySeed) -> list[Claim]:
     plain = [float(one["1"]["is SGD"]) for one in metrics.values() if "1" in one]
     still = [float(one["0"]["still"]) for one in metrics.values() if "0" in one]
     return [
-        claim("forgetting grows with eps", [table.mean(row, "E(T)") for row in rows],
+        claim("forgetting grows with eps (to 0.005)", [table.mean(row, "E(T)") for row in rows],
               lambda *e: all(a <= b + 0.005 for a, b in pairwise(e))),
         claim("a(T) is highest between the extremes", inner,
               lambda *a: max(a[1:-1]) > max(a[0], a[-1])),

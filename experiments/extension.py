@@ -8,6 +8,7 @@ a column of them per task.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from curvlab.metrics import average_accuracy
 from experiments.experiment import BySeed, Experiment
@@ -42,37 +43,76 @@ ENTRIES = (
 )
 
 
+class Listing(Protocol):
+    """A configuration: the rows, and the training of each."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]: ...
+    @property
+    def caption(self) -> str: ...
+    def training(self, entry: Entry) -> Training: ...
+
+
 @dataclass(frozen=True)
 class Config:
     stream: Rotated = FULL
     entries: tuple[Entry, ...] = ENTRIES
 
+    @property
+    def caption(self) -> str:
+        return f"at the high rate, {self.stream.caption}"
 
-def trainings(config: Config) -> list[Training]:
-    return [
-        replace(config.stream.training(HIGH, one.learner, one.level), network=one.network)
-        for one in config.entries
-    ]
+    def training(self, entry: Entry) -> Training:
+        stream = self.stream.training(HIGH, entry.learner, entry.level)
+        return replace(stream, network=entry.network)
 
 
-def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
+def trainings(config: Listing) -> list[Training]:
+    return [config.training(entry) for entry in config.entries]
+
+
+def run(config: Listing, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
     found: dict[int, Metrics] = {seed: {} for seed in seeds}
-    for entry, training in zip(config.entries, trainings(config), strict=True):
-        for one in shelf.runs(training, seeds):
+    for entry in config.entries:
+        for one in shelf.runs(config.training(entry), seeds):
             found[one.seed][_name(entry)] = outcome(one) | {"parameters": one.initial.numel()}
     return found
 
 
 def _name(entry: Entry) -> str:
+    """In the metrics."""
     return f"{entry.learner}{', told the task' if entry.told else ''}"
 
 
-def tables(config: Config, metrics: BySeed) -> list[Table]:
-    title = f"all learners at the high rate, {config.stream.caption}"
+FIGURES = {  # what a learner's own figure is
+    "EWC": "strength {:g}", "SGD-dagger-k": "k = {:g}", "OGD": "eps = {:g}", "GPM": "eps = {:g}",
+    "k-winners": "eps = {:g}", "PackNet": "prunes {:.0%}", "Powerpropagation": "prunes {:.0%}",
+}  # fmt: skip
+KINDS = {  # of MLP, by the end of a network's name
+    "": "MLP", "unbiased": "MLP without biases", "kwinners": "k-winner MLP with GPM",
+    "powers": "MLP of powers", "columns": "an MLP per task",
+}  # fmt: skip
+
+
+def shown(entry: Entry) -> str:
+    """The learner in words."""
+    return entry.learner.removesuffix("-k").removesuffix("-pixels")
+
+
+def row_of(entry: Entry) -> str:
+    """In the table: the learner, its figure and its network."""
+    figure = FIGURES.get(entry.learner, "").format(entry.level)
+    kind = KINDS[entry.network.partition("_")[2]]
+    facts = ", ".join(filter(None, (figure, kind)))
+    return f"{shown(entry)}{', told the task' if entry.told else ''} ({facts})"
+
+
+def tables(config: Listing, metrics: BySeed) -> list[Table]:
+    title = f"all learners {config.caption}"
     table = Table("extension", title, ("E(T)", "a(T)", "a_tt", "parameters"))
     for entry in config.entries:
-        row = _name(entry)
-        group = [one[row] for one in metrics.values() if row in one]
+        name, row = _name(entry), row_of(entry)
+        group = [one[name] for one in metrics.values() if name in one]
         table.add(row, "E(T)", [float(forgotten(one)[-1]) for one in group])
         accuracy = [average_accuracy(square(one["accuracy"])) for one in group]
         table.add(row, "a(T)", [float(a[-1]) for a in accuracy])
@@ -81,23 +121,21 @@ def tables(config: Config, metrics: BySeed) -> list[Table]:
     return [table]
 
 
-def claims(config: Config, metrics: BySeed) -> list[Claim]:
+def claims(config: Listing, metrics: BySeed) -> list[Claim]:
     [table] = tables(config, metrics)
-    sgd = table.mean("SGD", "E(T)")
-    told = [table.mean(_name(one), "E(T)") for one in config.entries if one.told]
-    others = [
-        table.mean(_name(one), "E(T)") for one in config.entries
-        if not one.told and one.learner != "SGD"
-    ]  # fmt: skip
+    lost = {entry: table.mean(row_of(entry), "E(T)") for entry in config.entries}
+    told = [value for entry, value in lost.items() if entry.told]
+    sgd = [value for entry, value in lost.items() if entry.learner == "SGD"]
+    others = [v for entry, v in lost.items() if not entry.told and entry.learner != "SGD"]
     return [
         claim("strict parameter isolation forgets nothing at all", told or [float("nan")],
-              lambda *e: max(map(abs, e)) == 0.0),
-        claim("every method forgets less than SGD (SGD's last)", [*others, sgd],
-              lambda *e: max(e[:-1]) < e[-1]),
+              lambda *e: max(map(abs, e)) == 0.0, ours=True),
+        claim("every method that is not told the task forgets less than SGD (SGD's last)",
+              [*others, *sgd], lambda *e: max(e[:-1]) < e[-1], ours=True),
     ]  # fmt: skip
 
 
-def figure(config: Config, metrics: BySeed, path: Path) -> None:
+def figure(config: Listing, metrics: BySeed, path: Path) -> None:
     plots, axes = panels(2, width=5.0)
     for axis, told in zip(axes, (False, True), strict=True):
         for style, entry in enumerate(one for one in config.entries if one.told == told):
@@ -106,7 +144,7 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
                 for one in metrics.values()
             ]
             steps = range(1, len(curves[0]) + 1)
-            curve(axis, steps, curves, style, entry.learner)
+            curve(axis, steps, curves, style, shown(entry).replace("-dagger", "†"))
             axis.set(xlabel="task t", ylabel="average accuracy a(t)", xticks=list(steps))
         axis.set(title="told the task" if told else "not told the task", ylim=(0, 1))
         axis.legend(fontsize=8)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.costs import Spent, spent
 from experiments.experiment import SIZES, Experiment, file_name
 from experiments.runner import results_of
 from experiments.store import Result, Store
@@ -14,7 +15,8 @@ from experiments.tables import Claim, Table
 # What guessing gives. A learner that covered less than a third of the way from there to 1 has
 # little to forget; the paper's own CIFAR runs cover about 0.4 of it.
 CHANCE = {
-    "rotated_mnist": 0.1, "rotated_mnist_20": 0.1, "split_cifar10": 0.5, "split_cifar100": 0.2,
+    "rotated_mnist": 0.1, "rotated_mnist_20": 0.1, "split_cifar10": 0.5,
+    "split_cifar10_pixels": 0.5, "split_cifar100": 0.2,
     "mnist": 0.1, "cifar10": 0.5, "cifar100": 0.2,
 }  # fmt: skip
 
@@ -28,6 +30,7 @@ class Finding:
     results: dict[int, Result]
     tables: list[Table]
     claims: list[Claim]
+    spent: Spent
 
     @property
     def anchor(self) -> str:
@@ -40,10 +43,6 @@ class Finding:
     @property
     def commands(self) -> list[str]:
         return list(dict.fromkeys(result.command for result in self.results.values()))
-
-    @property
-    def seconds(self) -> float:
-        return sum(result.seconds for result in self.results.values())
 
     def learned(self) -> tuple[list[float], bool]:
         """All a_tt of its tables, and whether one is so low that forgetting says nothing."""
@@ -69,14 +68,15 @@ class Finding:
 
 def findings_of(store: Store, experiment: Experiment) -> list[Finding]:
     """One per size that has results, the largest first."""
-    found = []
+    found, lines = [], store.results()
     for size in reversed(SIZES):
         results = results_of(store, experiment, size) if size in experiment.sizes else {}
-        if results:
+        took = spent(lines, experiment, size) if results else None
+        if took is not None:
             config = experiment.sizes[size]
             metrics = {seed: result.metrics for seed, result in results.items()}
             tables, claims = experiment.tables(config, metrics), experiment.claims(config, metrics)
-            found.append(Finding(experiment, size, results, tables, claims))
+            found.append(Finding(experiment, size, results, tables, claims, took))
     return found
 
 

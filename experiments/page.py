@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from experiments.costs import count, duration
 from experiments.experiment import SIZES, Experiment
 from experiments.findings import Finding
 from experiments.markup import Markup, joined, table, tag
@@ -63,7 +64,8 @@ def _top(
 ) -> Iterator[Markup]:  # fmt: skip
     """The verdict: a sentence, a table, and every disagreement by name."""
     best = [found[0] for found in findings.values() if found]
-    verdicts = Counter(claim.verdict for found in best for claim in found.claims)
+    verdicts = Counter(c.verdict for found in best for c in found.claims if not c.ours)
+    own = Counter(c.verdict for found in best for c in found.claims if c.ours)
     yield tag("h1", TITLE)
     yield tag("p", "Every table and figure of arXiv 2310.01165, measured again with curvlab.",
               class_="soft")  # fmt: skip
@@ -77,7 +79,9 @@ def _top(
             tag("strong", f"{verdicts['agree']} agree", class_="agree"), ", ",
             tag("strong", f"{verdicts['disagree']} disagree", class_="disagree"),
             f" and {verdicts['not tested']} are not tested, in {len(best)} of {len(experiments)} "
-            "experiments.", class_="lead",
+            "experiments.",
+            f" Of {sum(own.values())} checks of our own {own['agree']} hold." if own else None,
+            class_="lead",
         )  # fmt: skip
         full = sum(found.size == "full" for found in best)
         yield tag("p", f"{full} experiments are of the paper's size (full). The others are "
@@ -87,7 +91,8 @@ def _top(
     yield tag("h2", "Verdict", id="verdict")
     yield table(head, [_verdict(one, findings[one.label]) for one in experiments])
     yield tag("p", "✓ agrees, ✗ disagrees, ○ not tested; ⚠ learned so little that forgetting "
-              "says nothing. A number in a table leads to the command that made it.",
+              "says nothing. A number in a table leads to the command that made it. Times "
+              "include trainings, which experiments share.",
               class_="soft")  # fmt: skip
     wrong = [(found, claim) for found in best for claim in found.claims
              if claim.verdict == "disagree"]  # fmt: skip
@@ -105,7 +110,7 @@ def _not_run(experiments: Iterable[Experiment]) -> Markup:
     """The commands that would fill the gaps, at the smallest size that there is."""
     smallest = [(one, next(size for size in SIZES if size in one.sizes)) for one in experiments]
     items = [tag("li", _command(one, size)) for one, size in smallest]
-    note = f"{_count(len(items), 'experiment')} not run: the commands"
+    note = f"{count(len(items), 'experiment')} not run: the commands"
     return tag("details", tag("summary", note), tag("ul", *items))
 
 
@@ -137,21 +142,21 @@ def _verdict(experiment: Experiment, found: list[Finding]) -> list[object]:
         span = f"{min(accuracies):.2f} to {max(accuracies):.2f}"
         learned = tag("span", f"⚠ {span}: barely", class_="warning") if low else span
     return [tag("a", names, href=f"#{first.anchor}"), joined(marks), first.size,
-            len(first.results), learned, _time(first.seconds)]  # fmt: skip
+            len(first.results), learned, duration(first.spent.total)]  # fmt: skip
 
 
 def _section(experiment: Experiment, found: list[Finding], pictures: Mapping[str, bytes]) -> Markup:
     first, *others = found
     folded = [
         tag("details",
-            tag("summary", f"the same at size {other.size}, {_count(len(other.results), 'seed')}"),
+            tag("summary", f"the same at size {other.size}, {count(len(other.results), 'seed')}"),
             *_body(other, pictures), id=other.anchor)
         for other in others
     ]  # fmt: skip
     return tag(
         "section",
         tag("h2", ", ".join(experiment.labels), " ",
-            tag("span", f"{first.size}, {_count(len(first.results), 'seed')}", class_="badge")),
+            tag("span", f"{first.size}, {count(len(first.results), 'seed')}", class_="badge")),
         tag("p", experiment.what),
         _papers_size(experiment) if first.size != "full" and "full" in experiment.sizes else None,
         *_body(first, pictures),
@@ -167,7 +172,8 @@ def _body(found: Finding, pictures: Mapping[str, bytes]) -> Iterator[Markup]:
                   "forgetting is no merit of theirs.", class_="warning")  # fmt: skip
     items = [
         tag("li", tag("span", SIGNS[claim.verdict], class_=f"verdict {STYLES[claim.verdict]}"),
-            claim.text, tag("span", f" ({claim.measured})", class_="soft"))
+            "our own check: " if claim.ours else None, claim.text,
+            tag("span", f" ({claim.measured})", class_="soft"))
         for claim in found.claims
     ]  # fmt: skip
     if items:
@@ -241,7 +247,7 @@ def _provenance(found: Finding) -> Markup:
             versions.setdefault(name, []).append(str(value))
     facts = [
         f"seeds {' '.join(map(str, found.results))}",
-        f"{_time(found.seconds)} in all",
+        str(found.spent),
         f"commit {', '.join(dict.fromkeys(result.commit for result in results))}",
         *(f"{name} {', '.join(dict.fromkeys(values))}" for name, values in versions.items()),
     ]
@@ -277,10 +283,10 @@ def _runs(results: Iterable[Result]) -> Markup | None:
             f"{config.get('rates')}, {config.get('epochs')}",
             " ".join(map(str, sorted(seeds))),
             f"{sum(learned) / len(learned):.3f}" if learned else "–",
-            _time(sum(one.seconds for one in seeds.values())),
+            duration(sum(one.seconds for one in seeds.values())),
         ])  # fmt: skip
     head = ("Learner", "Stream, network", "Rates, epochs", "Seeds", "Mean a_tt", "Time")
-    note = f"{_count(len(groups), 'training')}, shared by the experiments above"
+    note = f"{count(len(groups), 'training')}, shared by the experiments above"
     return tag("section", tag("details", tag("summary", note), table(head, rows)))
 
 
@@ -288,15 +294,5 @@ def _unused(results: Iterable[Result], shown: set[str]) -> Markup | None:
     rest = sum(result.label != RUN and result.key not in shown for result in results)
     if not rest:
         return None
-    return tag("p", f"{_count(rest, 'result')} of other configurations or older versions of the "
+    return tag("p", f"{count(rest, 'result')} of other configurations or older versions of the "
                "code are in the file and not on this page.", class_="soft")  # fmt: skip
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 100.0:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000.0 else f"{seconds / 3600:.1f} h"

@@ -31,6 +31,7 @@ class Place:
     data: Path | None = None
     threads: int = 1
     progress: bool | None = None
+    device: str = "cpu"
 
     @property
     def store(self) -> Store:
@@ -73,7 +74,7 @@ def results_of(store: Store, experiment: Experiment, size: str) -> dict[int, Res
 def measure(work: Work, place: Place) -> dict[int, Metrics]:
     """The metrics of a label, those that are missing computed now and appended to the store."""
     experiment, store = find(work.label), place.store
-    shelf = Shelf(store, place.data, work.command, place.progress)
+    shelf = Shelf(store, place.data, work.command, place.progress, place.device)
     if work.training is not None:
         shelf.runs(work.training, work.seeds)
         return {}

@@ -63,12 +63,14 @@ class Shelf:
         data: Folder of the data files; ``None`` takes ``CURVLAB_DATA``.
         command: Kept with each run: what to type to make it again.
         progress: Whether training says where it is; ``None`` does so on a terminal only.
+        device: Where networks are trained and their Hessians taken; runs are kept on the CPU.
     """
 
     store: Store
     data: Path | None = None
     command: str = ""
     progress: bool | None = None
+    device: str = "cpu"
 
     def runs(self, training: Training, seeds: Sequence[int]) -> list[Run]:
         """The run of each seed, trained now if it is not there."""
@@ -92,7 +94,7 @@ class Shelf:
         """The network before training."""
         stream = self.tasks(training)
         classes = max(task.classes for task in stream)
-        return NETWORKS[training.network].build(seed, classes, len(stream))
+        return NETWORKS[training.network].build(seed, classes, len(stream)).to(self.device)
 
     def model_after(self, training: Training, run: Run, task: int) -> nn.Module:
         """The network as ``run`` left it after task ``task`` (from 0), in eval mode."""

@@ -38,7 +38,10 @@ class Cell:
         )
 
     def __str__(self) -> str:
-        return format_pair(self.mean, self.std) if self.samples else "-"
+        """``0.295 ± 0.031``; of one sample no deviation is known."""
+        if len(self.samples) < 2:
+            return _rounded(self.mean, abs(self.mean)) if self.samples else "-"
+        return format_pair(self.mean, self.std)
 
 
 @dataclass(slots=True)
@@ -91,26 +94,35 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A sentence of the paper and what the results say to it."""
+    """A sentence of the paper, or a check of our own, and what the results say to it."""
 
     text: str
     verdict: str  # agree, disagree, not tested
     measured: str
+    ours: bool = False  # a check that the paper does not make
 
     def __str__(self) -> str:
         return f"  {self.verdict:<10} {self.text} ({self.measured})"
 
 
-def claim(text: str, values: Sequence[float], holds: Callable[..., bool]) -> Claim:
+def claim(
+    text: str, values: Sequence[float], holds: Callable[..., bool], *, ours: bool = False
+) -> Claim:
     """Judge ``holds(*values)``; a missing (NaN) value makes the claim ``not tested``."""
     measured = ", ".join(f"{value:.3g}" for value in values)
     if any(math.isnan(value) for value in values):
-        return Claim(text, "not tested", measured)
-    return Claim(text, "agree" if holds(*values) else "disagree", measured)
+        return Claim(text, "not tested", measured, ours)
+    return Claim(text, "agree" if holds(*values) else "disagree", measured, ours)
 
 
 def format_pair(mean: float, std: float) -> str:
     """``0.295 ± 0.031``: as many decimals as show three digits of the larger one, at most four."""
     size = max(abs(mean), abs(std))
+    return f"{_rounded(mean, size)} ± {_rounded(std, size)}"
+
+
+def _rounded(value: float, size: float) -> str:
     decimals = 4 if size < 0.0995 else 3 if size < 0.995 else 2 if size < 99.5 else 1
-    return f"{mean:.{decimals}f} ± {std:.{decimals}f}"
+    if size > 999.5 and value == round(value):
+        return f"{value:,.0f}"  # a count
+    return f"{value:.{decimals}f}"

@@ -7,6 +7,7 @@ old and a later task. One Hessian product per pair; no Hessian is formed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from curvlab.metrics import loss_forgetting, old_pairs, previous_pairs
@@ -82,6 +83,7 @@ def claims(config: Config, metrics: BySeed) -> list[Claim]:
 
     both = [table.mean(f"{rate}, all o", "taylor") for rate in (LOW, HIGH)]
     near = [table.mean(f"{HIGH}, {which}", "second") for which in ("o = t-1", "all o")]
+    along = [_correlation(table, f"{rate}, all o") for rate in (LOW, HIGH)]
     return [
         claim("low rate: both terms together predict best", errors(f"{LOW}, all o"),
               lambda first, second, taylor: taylor < min(first, second)),
@@ -91,7 +93,15 @@ def claims(config: Config, metrics: BySeed) -> list[Claim]:
               lambda low, high: low < high),
         claim("errors grow with the distance (one update against several)", near,
               lambda one, several: one < several),
+        claim("errors grow with the distance (correlation over all pairs, low and high rate)",
+              along, lambda low, high: min(low, high) > 0.0),
     ]  # fmt: skip
+
+
+def _correlation(table: Table, row: str) -> float:
+    """Between distance and Taylor's error; the samples of a row's cells are in one order."""
+    pairs = [table.rows[row][column].samples for column in ("distance", "taylor")]
+    return float(torch.corrcoef(torch.tensor(pairs, dtype=torch.float64))[0, 1])
 
 
 EXPERIMENT = Experiment(

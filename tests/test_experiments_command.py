@@ -172,6 +172,7 @@ def test_shards_of_two_machines_merge_to_the_whole(tmp_path, capsys):
         (["run", "tab:tiny", "--shard", "3/2"], "needs 1 <= I <= N; got '3/2'"),
         (["run", "tab:tiny", "--shard", "half"], "reads I/N, such as 1/4"),
         (["run", "tab:tiny", "--jobs", "0"], "must be 1 or more; got '0'"),
+        (["run", "tab:tiny", "--device", "gpu"], "'gpu' is not to be had here"),
     ],
 )
 def test_a_wrong_argument_is_answered_with_advice(arguments, advice, tmp_path, capsys):
@@ -305,12 +306,3 @@ def test_two_processes_on_one_folder_train_once_and_agree(tmp_path):
     assert [process.returncode for process in both] == [0, 0], said
     assert [r.label for r in Store(tmp_path).results()] == [LABEL, "tab:long"]
     assert all("tab:tiny: accuracy" in out for out, _ in said)
-
-
-def test_the_committed_results_belong_to_the_present_configurations():
-    store = Store(ROOT / "experiments" / "results")
-    results = [result for result in store.results() if result.label != LABEL]
-    assert results
-    for result in results:
-        known = results_of(store, registry.find(result.label), result.size)
-        assert result.seed in known, f"{result.label} at {result.size} was changed: run it again"

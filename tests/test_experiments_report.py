@@ -136,8 +136,20 @@ def test_ours_stands_beside_the_papers_with_the_command_that_made_it(tmp_path):
         "&#x27;", "'"
     )
     assert "≈ 1/1" in text, "0.005 ± 0.001 is near 0.004 ± 0.004"
-    for fact in ("seeds 11 13", "commit ", "torch ", "123 s in all", "date "):
-        assert fact.replace("123 s", "2 min") in text
+    for fact in ("seeds 11 13", "commit ", "torch ", "2 min (2 seeds, measured)", "date "):
+        assert fact in text
+
+
+def test_checks_of_our_own_are_not_counted_as_the_papers(tmp_path):
+    def with_own(config, metrics):
+        return [*claims(config, metrics), Claim("not vacuous", "agree", "0.9", ours=True)]
+
+    store, one = Store(tmp_path / "r"), experiment(claims=with_own)
+    add(store, one, "full")
+    text, _ = page(store, tmp_path / "out", one)
+    assert "Of 3 claims of the paper" in text
+    assert "Of 1 checks of our own 1 hold" in text
+    assert "our own check: not vacuous" in text
 
 
 def test_numbers_of_smaller_sizes_are_not_called_near(tmp_path):
