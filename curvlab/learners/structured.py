@@ -19,6 +19,7 @@ import math
 from itertools import pairwise
 
 import torch
+from curvlab_kernels import ops
 from torch import Tensor
 
 from curvlab.learners.sample_gradients import Factors
@@ -28,8 +29,8 @@ from curvlab.learners.stacked import PlainMLP
 # rounding of a step beyond use. In float32 they hold at most 1e-8 of the energy each.
 FLOOR = {torch.float32: 1e-4, torch.float64: 1e-7}
 # Dense rows are used for steps while this many times their number is below the number of Jacobian
-# rows: reading r rows of P numbers against computing with N of them.
-FEW = 5
+# rows: reading r rows of P numbers once against computing with N of them (equal at about 2).
+FEW = 3
 # A kept direction of a new task that lies this much (relative norm) outside the memory adds
 # nothing but rounding; it is dropped.
 DEPENDENT = 1e-4
@@ -113,7 +114,7 @@ class StructuredMemory:
         if not self.size:
             return
         if self._dense is not None:
-            gradient.addmv_(self._dense.T, self._dense @ gradient, alpha=-1.0)
+            ops.project_(self._dense, gradient)
             return
         if factors is not None and self._cheap(len(factors[0][0])):
             products = self._times_batch(*factors)
@@ -179,7 +180,8 @@ class StructuredMemory:
 
     def _choose(self) -> None:
         few = 0 < self.size * FEW < self._coefficients.shape[1]
-        self._dense = self.rows().to(self._signals) if few else None
+        dtype = self._signals.dtype
+        self._dense = ops.quantise(self.rows().to(dtype), dtype)[0] if few else None
 
     def state(self) -> dict[str, Tensor]:
         stored = {f"inputs/{i}": value for i, value in enumerate(self._inputs)}

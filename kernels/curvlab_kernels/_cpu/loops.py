@@ -106,7 +106,7 @@ def subtract(
 
 
 def project(loops: ModuleType, rows: Tensor, vector: Tensor) -> Tensor:
-    """``g -= M' M g`` for orthonormal rows, each read from memory once; returns ``M g``, float64."""
+    """``g -= M' M g`` for orthonormal rows, each read once; returns ``M g``, float64."""
     removed = np.zeros(rows.shape[0])
     loops.project(rows.numpy(), vector.detach().numpy(), removed, np.float32(0))
     return torch.from_numpy(removed)
