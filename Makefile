@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml
 
 setup: $(STAMP)  ## make .venv and install curvlab with all that tests and demo need
 
-demo: $(STAMP)  ## the main job on embedded data: a table and a picture in demo/
+demo: $(STAMP)  ## the main job on embedded data: tables, a picture and the report page in demo/
 	$(RUN) -m experiments.demo --out demo
 
 test: $(STAMP)  ## the whole default test suite

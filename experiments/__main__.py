@@ -15,10 +15,9 @@ from experiments.costs import spent
 from experiments.experiment import SEEDS, SIZES, file_name
 from experiments.registry import EXPERIMENTS, find
 from experiments.runner import Place, Work, each, results_of, shard, trainings_of
-from experiments.store import Store
+from experiments.store import COMMITTED, Store
 
 RESULTS = Path("results/experiments")
-COMMITTED = Path(__file__).parent / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,6 +24,8 @@ from typing import Any
 
 from curvlab.storage import versions
 
+COMMITTED = Path(__file__).parent / "results"  # the results folder that the repository keeps
+
 
 class StoreError(ValueError):
     """A results file holds a line that is not a result."""

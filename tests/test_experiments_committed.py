@@ -5,12 +5,12 @@ import re
 import pytest
 
 from experiments import shelf
-from experiments.__main__ import COMMITTED, main
+from experiments.__main__ import main
 from experiments.findings import findings_of
 from experiments.registry import EXPERIMENTS, find
 from experiments.runner import results_of
 from experiments.shelf import LABEL
-from experiments.store import Store
+from experiments.store import COMMITTED, Store
 
 LABELS = [
     "fig:cartoon_forgetting",
