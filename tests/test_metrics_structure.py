@@ -269,6 +269,17 @@ def test_a_matrix_of_low_rank_ends_at_its_zeros(generator):
     assert effective_rank(found.values, 1e-9) == 12
 
 
+def test_ctrl_c_while_counting_a_spectrum_stops_the_count(generator):
+    class Stopped(Dense):
+        def __matmul__(self, vectors):
+            if self.products > 20:
+                raise KeyboardInterrupt
+            return super().__matmul__(vectors)
+
+    with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+        spectrum_above(Stopped(with_spectrum(decaying(1500, 60), generator)), 1e-3)
+
+
 def test_numerical_rank_depends_on_the_precision_of_the_matrix(generator):
     values = torch.linalg.eigvalsh(with_spectrum(decaying(40, 7), generator))
     assert numerical_rank(values) == 7

@@ -93,8 +93,7 @@ def spectral_energy(
     k = min(FIRST, n, largest)
     while True:
         pairs = lanczos(operator, k, tol=tol, seed=seed, dense=False, progress=progress)
-        if pairs.interrupted:  # there is no part of a selection to return
-            raise KeyboardInterrupt(pairs.reason)
+        pairs.unless_interrupted()  # there is no part of a selection to return
         pairs.require_converged()
         products.count += pairs.matvecs
         tails = _tails(products.space, pairs, vectors, images)

@@ -96,12 +96,25 @@ class Eigenpairs:
         """What each residual was compared with, shape ``(k,)``."""
         return tolerances(self.values, self.tol, self.relative_to, self.norm)
 
+    def unless_interrupted(self) -> "Eigenpairs":
+        """These pairs; if Ctrl-C cut them short, the ``KeyboardInterrupt`` that the solver caught.
+
+        For programs in which a solve is one step of many: they have to stop with it.
+        """
+        if self.interrupted:
+            raise KeyboardInterrupt(f"{self.reason}. {_advice(self.reason)}")
+        return self
+
     def require_converged(self, *, complete: bool = False) -> "Eigenpairs":
         """These pairs, or :class:`NotConvergedError` with advice.
 
         Args:
             complete: Also require that no eigenvalue is missing from the set.
+
+        Raises:
+            KeyboardInterrupt: If Ctrl-C ended the solve: nothing after it should go on.
         """
+        self.unless_interrupted()
         if not bool(self.converged.all()):
             late = (~self.converged).nonzero().flatten().tolist()
             worst = float((self.residuals / self.tolerances.clamp_min(1e-300)).max())

@@ -100,8 +100,6 @@ class SGDDagger(Learner):
         if self.epsilon is None:
             wanted = 0 if self.k is None else self.k
             pairs = lanczos(hessian, wanted, tol=self.tol, seed=seed, progress=False)
-            if pairs.interrupted:  # training stops too: it resumes from its own checkpoint
-                raise KeyboardInterrupt(pairs.reason)
             return pairs.require_converged(), {"products": pairs.matvecs}
         energy = spectral_energy(
             hessian,
