@@ -10,6 +10,7 @@ from curvlab.eigen import lanczos, spectral_density
 from curvlab.learners import SGD
 from curvlab.metrics import (
     block_diagonality,
+    counts_above,
     effective_rank,
     error_at,
     layer_labels,
@@ -296,3 +297,16 @@ def test_a_count_by_quadrature_agrees_with_the_enumeration(generator):
     exact = effective_rank(spectrum_above(matrix, 1.0).values, 1.0)
     found = spectral_density(matrix, probes=20, steps=40).count_above(1.0)
     assert abs(found.value - exact) < 3 * found.error
+
+
+def test_counts_are_exact_where_enumerated_and_sharper_below_than_quadrature_alone(generator):
+    values = torch.cat([decaying(400, 20)[:20], torch.linspace(-1e-2, 2e-2, 380).double()])
+    matrix = Dense(with_spectrum(values, generator))
+    outer = spectrum_above(matrix, 0.15, first=20, tol=1e-6)
+    cuts = (1.0, 1.5e-2, 5e-3)
+    found = counts_above(matrix, outer, cuts, probes=8, steps=30)
+    whole = spectral_density(matrix, probes=8, steps=30)
+    assert (found[0].value, found[0].error) == (effective_rank(values, 1.0), 0.0)
+    for cut, count in zip(cuts[1:], found[1:], strict=True):
+        assert abs(count.value - effective_rank(values, cut)) < 3 * count.error
+        assert count.error < 0.5 * whole.count_above(cut).error

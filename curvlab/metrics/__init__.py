@@ -17,6 +17,7 @@ from curvlab.metrics.perturbation import RADII, Perturbation, error_at, loss_at,
 from curvlab.metrics.quadratic import Expansion, LowRank, distances, expand
 from curvlab.metrics.rank import (
     Spectrum,
+    counts_above,
     effective_rank,
     numerical_rank,
     spectrum_above,
@@ -41,6 +42,7 @@ __all__ = [
     "average_forgetting",
     "backward_transfer",
     "block_diagonality",
+    "counts_above",
     "current_accuracy",
     "distances",
     "effective_rank",

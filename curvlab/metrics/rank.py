@@ -5,26 +5,30 @@ here an eigenvalue counts where its magnitude exceeds ``threshold`` itself, or `
 the largest magnitude with ``relative=True``. Report which.
 
 Three ways: all eigenvalues of a small matrix; the outer ones, enumerated with certainty
-(:func:`spectrum_above`), while there are some hundreds; and where there are thousands an estimate
-with an error bar, ``curvlab.eigen.spectral_density(operator).count_above(threshold)``.
+(:func:`spectrum_above`), while there are some hundreds; and below them an estimate with an error
+bar, by quadrature outside their span (:func:`counts_above`), where it resolves what quadrature of
+the whole spectrum cannot.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from curvlab.eigen import lanczos
+from curvlab.eigen import Estimate, lanczos, spectral_density
+from curvlab.operators.subspace import Projected
 from curvlab.probe import LinearOperator
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Spectrum:
     """Eigenvalues from the largest magnitude down, and whether they are all above a threshold.
 
     Attributes:
         values: ``(k,)``, float64, in order of falling magnitude.
         residuals: ``(k,)``: each value is within its residual of a true one.
+        vectors: ``(k, n)``: their orthonormal eigenvectors.
         reached: Whether the threshold was passed. If not, counts are lower bounds.
         complete: Whether no eigenvalue is missing between these (certified by the solver).
         products: Operator products spent.
@@ -32,6 +36,7 @@ class Spectrum:
 
     values: Tensor
     residuals: Tensor
+    vectors: Tensor
     reached: bool
     complete: bool
     products: int
@@ -85,7 +90,7 @@ def spectrum_above(
         relative: Whether it multiplies the largest magnitude.
         first: Pairs in the first batch; each later one doubles it.
         most: Pairs after which to give up; the result then says ``reached=False``, and counts are
-            lower bounds (``spectral_density(operator).count_above`` estimates the whole count).
+            lower bounds (:func:`counts_above` estimates the rest).
         tol: Residuals, relative to each value.
     """
     if threshold < 0.0 or first < 1 or most < 1:
@@ -113,4 +118,45 @@ def spectrum_above(
             break
         batch *= 2
     order = values.abs().argsort(descending=True)
-    return Spectrum(values[order], residuals[order], reached, complete and not stuck, products)
+    return Spectrum(
+        values[order], residuals[order], vectors[order.to(vectors.device)], reached,
+        complete and not stuck, products,
+    )  # fmt: skip
+
+
+def counts_above(
+    operator: LinearOperator,
+    outer: Spectrum,
+    thresholds: Sequence[float],
+    *,
+    probes: int = 4,
+    steps: int = 80,
+    seed: int = 0,
+) -> list[Estimate]:
+    """How many eigenvalues exceed each threshold in magnitude.
+
+    Counted where ``outer`` reaches; below it, its number and an estimate of the rest by quadrature
+    outside its span. Without the large eigenvalues all steps resolve the small ones.
+
+    Args:
+        operator: That of ``outer``.
+        outer: Its outer spectrum.
+        thresholds: Absolute.
+        probes: Random vectors.
+        steps: Products with each.
+        seed: Of the vectors.
+    """
+    least = float(outer.values.abs().min()) if len(outer.values) else float("inf")
+    inner = None
+    found = []
+    for threshold in thresholds:
+        counted = effective_rank(outer.values, threshold)
+        if threshold >= least or len(outer.values) == operator.n:
+            found.append(Estimate(counted, 0.0, 0))
+            continue
+        if inner is None:
+            rest = Projected(operator, outer.vectors)
+            inner = spectral_density(rest, probes=probes, steps=steps, seed=seed)
+        below = inner.count_above(threshold)
+        found.append(Estimate(counted + below.value, below.error, below.samples))
+    return found
