@@ -116,6 +116,6 @@ EXPERIMENT = Experiment(
     cost={
         "demo": "2 min, shared with tab:other-arch",
         "scaled": "20 min on 2 cores, shared with tab:other-arch",
-        "full": "about 6 h on one A100 (estimate, not run)",
+        "full": "about 6 h on one A100, --device cuda (estimate, not run)",
     },
 )

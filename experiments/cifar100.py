@@ -119,7 +119,7 @@ EXPERIMENT = Experiment(
     trainings=lambda config: list(rows_of(config.networks).values()),
     cost={
         "scaled": "about 1 h on 2 cores (estimate, not run)",
-        "full": "about 18 h on one A100 with 80 GB, 19 GB of them for SGD-dagger's memory "
-        "(estimate, not run)",
+        "full": "about 18 h on one A100 of 80 GB, 19 GB of them for SGD-dagger's memory, "
+        "--device cuda (estimate, not run)",
     },
 )

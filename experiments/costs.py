@@ -76,7 +76,8 @@ def _share(results: Sequence[Result], training: Training, seeds: Iterable[int]) 
 
 
 def _noted(metrics: Mapping[str, Any]) -> float:
-    return sum(note.get(part, 0.0) for note in metrics.get("notes", ()) for part in PARTS)
+    parts = [note.get(part, 0.0) for note in metrics.get("notes", ()) for part in PARTS]
+    return float(sum(parts))
 
 
 def duration(seconds: float) -> str:

@@ -151,9 +151,9 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
     """Spectra of the first seed with their residuals, then forgetting at the two rates."""
     plots, axes = panels(3)
     spectra = next(iter(metrics.values()))["spectra"]
-    for task, (one, style) in enumerate(zip(spectra, STYLES[: len(spectra)], strict=True)):
+    for task, (one, dots) in enumerate(zip(spectra, STYLES, strict=False)):
         places, values = range(1, len(one["values"]) + 1), [abs(value) for value in one["values"]]
-        look = {"color": style["color"], "marker": style["marker"], "linestyle": "none"}
+        look = dots | {"linestyle": "none"}
         axes[0].errorbar(places, values, yerr=one["residuals"], markersize=4, capsize=2, **look,
                          label=f"task {task + 1}")  # fmt: skip
     axes[0].set(title="|eigenvalues| of the Hessian", yscale="log", xlabel="number")

@@ -142,6 +142,6 @@ EXPERIMENT = Experiment(
     cost={
         "demo": "1 min",
         "scaled": "10 min on 2 cores",
-        "full": "about 2 h on one A100 (estimate, not run)",
+        "full": "about 2 h on one A100, --device cuda (estimate, not run)",
     },
 )

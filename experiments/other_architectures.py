@@ -119,7 +119,7 @@ EXPERIMENT = Experiment(
     cost={
         "demo": "2 min, shared with Table:forg-C10-extended",
         "scaled": "20 min on 2 cores, shared with Table:forg-C10-extended",
-        "full": "about 24 h on one A100 with 80 GB, 19 GB of them for SGD-dagger's memory; needs "
-        "the files of CIFAR-100 (estimate, not run)",
+        "full": "nothing beyond Table:forg-C10-extended and Table:acc-C100, whose runs it shares: "
+        "about 24 h on one A100 of 80 GB, --device cuda; CIFAR-100's files (estimate, not run)",
     },
 )

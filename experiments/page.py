@@ -99,7 +99,7 @@ def _top(
     if wrong:
         yield tag("h2", "What disagrees")
         items = [tag("li", tag("a", found.experiment.label, href=f"#{found.anchor}"),
-                     f": {claim.text} ({claim.measured})")
+                     f": {'our own check: ' if claim.ours else ''}{claim.text} ({claim.measured})")
                  for found, claim in wrong]  # fmt: skip
         yield tag("ul", *items)
     if missing := [one for one in experiments if not findings[one.label]]:
@@ -117,6 +117,7 @@ def _not_run(experiments: Iterable[Experiment]) -> Markup:
 def _command(experiment: Experiment, size: str) -> Markup:
     """What to type for one size, and what it costs."""
     command = f"python -m experiments run {shlex.quote(experiment.label)} --size {size}"
+    command += " --data DIR" if size != "demo" and experiment.data != "none" else ""
     cost = experiment.cost.get(size)
     return joined([tag("code", command), f" ({cost})" if cost else None])
 

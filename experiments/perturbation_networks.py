@@ -30,7 +30,7 @@ RESNET = experiment(
     {
         "demo": "1 min",
         "scaled": "10 min on 2 cores",
-        "full": "about 2 h on one A100 (estimate, not run)",
+        "full": "about 2 h on one A100, --device cuda (estimate, not run)",
     },
 )
 VIT = experiment(
@@ -45,6 +45,6 @@ VIT = experiment(
     {
         "demo": "1 min",
         "scaled": "10 min on 2 cores",
-        "full": "about 4 h on one A100 (estimate, not run)",
+        "full": "about 4 h on one A100, --device cuda (estimate, not run)",
     },
 )

@@ -1,11 +1,12 @@
 """What is committed: it belongs to the present code and makes the page without any run."""
 
 import re
+import shlex
 
 import pytest
 
 from experiments import shelf
-from experiments.__main__ import main
+from experiments.__main__ import _parser, main
 from experiments.findings import findings_of
 from experiments.registry import EXPERIMENTS, find
 from experiments.runner import results_of
@@ -82,6 +83,17 @@ def test_every_label_of_the_paper_is_answered_once():
     answered = [label for one in EXPERIMENTS for label in one.labels]
     assert len(set(answered)) == len(answered)
     assert set(LABELS) <= set(answered)
+
+
+def test_the_commands_in_the_guide_are_commands():
+    text = (COMMITTED.parent.parent / "curvlab" / "guide" / "paper.md").read_text()
+    lines = re.findall(r"^python -m experiments (run .*)$", text, re.MULTILINE)
+    assert len(lines) >= 8
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        options = _parser().parse_args([word.replace("cuda", "cpu") for word in words])
+        for label in options.labels:
+            assert label == "all" or options.size in find(label).sizes
 
 
 def test_every_size_says_what_it_costs():

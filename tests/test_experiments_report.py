@@ -157,7 +157,7 @@ def test_numbers_of_smaller_sizes_are_not_called_near(tmp_path):
     add(store, one, "scaled")
     text, read = page(store, tmp_path / "out", one)
     assert "≈" not in text
-    assert f"python -m experiments run {PAPER} --size full" in read.texts
+    assert f"python -m experiments run {PAPER} --size full --data DIR" in read.texts
 
 
 def test_of_several_sizes_the_largest_is_shown_and_the_others_are_folded(tmp_path):
