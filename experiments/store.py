@@ -62,7 +62,8 @@ class Store:
         if not self.file.exists():
             return []
         found = []
-        for number, line in enumerate(self.file.read_text().splitlines(), start=1):
+        # bytes: what a disk or an editor damaged need not be text
+        for number, line in enumerate(self.file.read_bytes().split(b"\n"), start=1):
             if line.strip():
                 found.append(_parse(line, f"{self.file}, line {number}"))
         return found
@@ -98,8 +99,8 @@ class Store:
         if not self.file.exists():
             return 0
         with self.locked("append"):
-            good, bad = [], []
-            for line in self.file.read_text().splitlines():
+            good, bad = list[bytes](), list[bytes]()
+            for line in self.file.read_bytes().split(b"\n"):
                 try:
                     if line.strip():
                         _parse(line, "")
@@ -107,12 +108,12 @@ class Store:
                 except StoreError:
                     bad.append(line)
             if bad:
-                with Path(f"{self.file}.rejected").open("a") as rejected:
-                    rejected.writelines(line + "\n" for line in bad)
+                with Path(f"{self.file}.rejected").open("ab") as rejected:
+                    rejected.writelines(line + b"\n" for line in bad)
                     rejected.flush()
                     os.fsync(rejected.fileno())
                 beside = Path(f"{self.file}.repaired")
-                beside.write_text("".join(line + "\n" for line in good))
+                beside.write_bytes(b"".join(line + b"\n" for line in good))
                 beside.replace(self.file)
         return len(bad)
 
@@ -165,10 +166,20 @@ def commit() -> str:
     return (head + ("+" if git("status", "--porcelain") else "")) if head else "unknown"
 
 
-def _parse(line: str, where: str) -> Result:
+KINDS = {
+    "key": str, "label": str, "size": str, "seed": int, "config": dict, "metrics": dict,
+    "seconds": (int, float), "commit": str, "versions": dict, "command": str,
+}  # fmt: skip
+
+
+def _parse(line: bytes, where: str) -> Result:
     try:
-        return Result(**json.loads(line))
-    except (json.JSONDecodeError, TypeError) as error:
+        result = Result(**json.loads(line))
+        for name, kind in KINDS.items():
+            if not isinstance(getattr(result, name), kind):
+                raise TypeError(f"its {name} is {getattr(result, name)!r}")
+        return result
+    except (ValueError, TypeError) as error:  # ValueError: neither JSON nor UTF-8
         raise StoreError(
             f"{where} is not a result ({error}). `python -m experiments repair` moves such lines "
             "to a file beside it and keeps the others"

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -43,18 +43,27 @@ def test_the_key_changes_with_everything_that_decides_a_result():
     assert key_of("a", Config(), 1, "1") in keys
 
 
-@pytest.mark.parametrize("damage", ["{not json", json.dumps({"key": "x"}), '"text"'])
+WRONG_KIND = json.dumps(asdict(result()) | {"metrics": 3}).encode()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"{not json", json.dumps({"key": "x"}).encode(), b'"text"', b"[1]", b"\xff\xfe{}", b"\0\0\0",
+     b'{"key": "a\xe2\x80\xa8', WRONG_KIND],
+    ids=["no JSON", "fields missing", "a text", "a list", "no UTF-8", "zeros", "cut short",
+         "a field of another kind"],
+)  # fmt: skip
 def test_a_damaged_line_is_named_and_repair_loses_nothing(tmp_path, damage):
     store = Store(tmp_path)
     store.append([result(1)])
-    with store.file.open("a") as file:
+    with store.file.open("ab") as file:
         file.write(damage)  # without a newline: a writer died here
     store.append([result(2)])
     with pytest.raises(StoreError, match=r"results\.jsonl, line 2 .*repair"):
         store.results()
     assert store.repair() == 1
     assert [r.seed for r in store.results()] == [1, 2]
-    assert Path(f"{store.file}.rejected").read_text() == damage + "\n"
+    assert Path(f"{store.file}.rejected").read_bytes() == damage + b"\n"
     assert store.repair() == 0
 
 
