@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+DPI = 150
+
 # Okabe and Ito's colours, each with a marker and a line of its own: grey prints stay readable.
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#000000", "marker": "o", "linestyle": "-"},
@@ -36,7 +38,7 @@ def save(figure: Any, path: Path) -> None:
     for suffix in ("png", "pdf"):
         # without a date, so that the same results give the same bytes
         facts = {"CreationDate": None} if suffix == "pdf" else {"Software": None}
-        figure.savefig(path.with_name(f"{path.name}.{suffix}"), dpi=150, metadata=facts)
+        figure.savefig(path.with_name(f"{path.name}.{suffix}"), dpi=DPI, metadata=facts)
     plt.close(figure)
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from experiments.costs import count, duration
 from experiments.experiment import SIZES, Experiment
+from experiments.figures import DPI
 from experiments.findings import Finding
 from experiments.markup import Markup, joined, table, tag
 from experiments.paper import published
-from experiments.shelf import LABEL as RUN
+from experiments.provenance import provenance, runs, unused
 from experiments.store import Result
 from experiments.tables import Cell, Table, format_pair
 
@@ -43,7 +44,7 @@ def page(
         for one in found
         for result in one.results.values()
     }
-    body = [*_top(experiments, findings), *sections, _runs(results), _unused(results, shown)]
+    body = [*_top(experiments, findings), *sections, runs(results), unused(results, shown)]
     document = tag("html", _head(), tag("body", tag("main", *body)), lang="en")
     return f"<!DOCTYPE html>\n{document}\n"
 
@@ -183,7 +184,7 @@ def _body(found: Finding, pictures: Mapping[str, bytes]) -> Iterator[Markup]:
         yield _table(one, found)
     if found.anchor in pictures:
         yield _figure(found, pictures[found.anchor])
-    yield _provenance(found)
+    yield provenance(found)
 
 
 def _table(one: Table, found: Finding) -> Markup:
@@ -234,66 +235,11 @@ def _figure(found: Finding, picture: bytes) -> Markup:
     ]
     return tag(
         "figure",
-        tag("img", src=f"data:image/png;base64,{data}", alt=what),
+        tag("img", src=f"data:image/png;base64,{data}", alt=what, width=_width(picture)),
         tag("figcaption", "as ", joined(links, ", ")),
     )
 
 
-def _provenance(found: Finding) -> Markup:
-    """The commands, times, commits and versions behind every number of a finding."""
-    results = found.results.values()
-    versions: dict[str, list[str]] = {}
-    for result in results:
-        for name, value in result.versions.items():
-            versions.setdefault(name, []).append(str(value))
-    facts = [
-        f"seeds {' '.join(map(str, found.results))}",
-        str(found.spent),
-        f"commit {', '.join(dict.fromkeys(result.commit for result in results))}",
-        *(f"{name} {', '.join(dict.fromkeys(values))}" for name, values in versions.items()),
-    ]
-    files = joined(
-        [tag("a", f"{name}.csv", href=f"tables/{name}.csv") for name, _ in found.files()], ", "
-    )
-    return tag(
-        "div",
-        *(tag("p", tag("code", command), class_="command") for command in found.commands),
-        tag("p", "; ".join(facts), joined([". ", files]) if files else None, class_="facts"),
-        id=f"made-{found.anchor}",
-    )
-
-
-def _runs(results: Iterable[Result]) -> Markup | None:
-    """The trained runs that the experiments share, one row per training."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        if result.label == RUN:
-            groups.setdefault(str(sorted(result.config.items())), []).append(result)
-    if not groups:
-        return None
-    rows = []
-    for group in groups.values():
-        config = group[0].config
-        seeds = {result.seed: result for result in group}  # the newest of each seed
-        learned = [
-            row[-1] for one in seeds.values() for row in one.metrics.get("test_accuracy", [])
-        ]
-        rows.append([
-            f"{config.get('learner')} {config.get('level', 0):g}",
-            f"{config.get('stream')}, {config.get('network')}",
-            f"{config.get('rates')}, {config.get('epochs')}",
-            " ".join(map(str, sorted(seeds))),
-            f"{sum(learned) / len(learned):.3f}" if learned else "–",
-            duration(sum(one.seconds for one in seeds.values())),
-        ])  # fmt: skip
-    head = ("Learner", "Stream, network", "Rates, epochs", "Seeds", "Mean a_tt", "Time")
-    note = f"{count(len(groups), 'training')}, shared by the experiments above"
-    return tag("section", tag("details", tag("summary", note), table(head, rows)))
-
-
-def _unused(results: Iterable[Result], shown: set[str]) -> Markup | None:
-    rest = sum(result.label != RUN and result.key not in shown for result in results)
-    if not rest:
-        return None
-    return tag("p", f"{count(rest, 'result')} of other configurations or older versions of the "
-               "code are in the file and not on this page.", class_="soft")  # fmt: skip
+def _width(picture: bytes) -> int:
+    """In CSS pixels, 96 an inch as drawn: letters are of one size in all figures."""
+    return int.from_bytes(picture[16:20], "big") * 96 // DPI

@@ -166,7 +166,7 @@ def commit() -> str:
     return (head + ("+" if git("status", "--porcelain") else "")) if head else "unknown"
 
 
-KINDS = {
+KINDS: dict[str, type | tuple[type, ...]] = {
     "key": str, "label": str, "size": str, "seed": int, "config": dict, "metrics": dict,
     "seconds": (int, float), "commit": str, "versions": dict, "command": str,
 }  # fmt: skip

@@ -124,7 +124,7 @@ def format_pair(mean: float, std: float) -> str:
 
 
 def _rounded(value: float, size: float) -> str:
+    if size > 999.5:
+        return f"{value:,.0f}"
     decimals = 4 if size < 0.0995 else 3 if size < 0.995 else 2 if size < 99.5 else 1
-    if size > 999.5 and value == round(value):
-        return f"{value:,.0f}"  # a count
     return f"{value:.{decimals}f}"
