@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.measure import peak_memory
 from curvlab.basis import Basis
 from curvlab.distributed import (
     DataParallel,
@@ -149,6 +150,21 @@ def replicated(group, folder):
     return {"broken": broken, "made": made - before, "all": pairs.matvecs, "values": pairs.values}
 
 
+def peak(group):
+    """Bytes by which this process grew at most while 8 vectors of half a million were found."""
+    n = 1 << 19
+    spectrum = torch.cat([10.0 * 0.7 ** torch.arange(64.0), torch.zeros(n - 64)])
+    operator = Sharded(FromFunction(lambda vector: spectrum * vector, n), group)
+
+    def find():
+        memory = ShardedBasis(n, 32, group=group)
+        pairs = lanczos(operator, 8, tol=1e-2, basis=64, multiplicity="skip")
+        memory.extend(pairs.vectors)
+
+    find()  # libraries take their buffers
+    return peak_memory(find, threads=1)
+
+
 class Largest(TorchDispatchMode):
     """Remembers the most elements that any tensor had."""
 
@@ -277,6 +293,28 @@ def test_the_killed_solve_resumes_on_as_many_ranks_and_on_another_number(folders
         assert resumed["made"] <= resumed["all"] - 30
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 8)])
+def test_a_solve_killed_on_some_ranks_resumes_on_others(tmp_path, before, after):
+    straight = lanczos(matrix(), 6, tol=1e-6, basis=24, dense=False)
+    with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
+        launch(dying, before, str(tmp_path), timeout=90, patience=30)
+    for resumed in launch(solve, after, tmp_path, timeout=120, patience=60):
+        assert torch.allclose(resumed["values"], straight.values, rtol=1e-10)
+        assert torch.allclose(resumed["vectors"], straight.vectors, atol=1e-6)
+        assert resumed["made"] <= resumed["all"] - 30
+
+
+@pytest.mark.slow
+def test_what_four_ranks_saved_eight_read_bit_for_bit(tmp_path):
+    launch(save_all, 4, tmp_path, timeout=120, patience=60)
+    with join() as group:
+        here = load_all(group, tmp_path)
+    for there in launch(load_all, 8, tmp_path, timeout=120, patience=60):
+        same(there, here)
+        assert there["basis torch.float32"]["width"] == shard_width(N, 8)
+
+
 def test_ranks_with_whole_vectors_share_one_checkpoint(folders):
     straight = lanczos(matrix(), 6, tol=1e-6, basis=24, dense=False)
     for rank, found in enumerate(folders["found"]):
@@ -290,6 +328,16 @@ def test_ranks_with_whole_vectors_share_one_checkpoint(folders):
 def test_no_rank_ever_holds_a_whole_basis(folders):
     for found in folders["found"]:
         assert found["largest"] == 62 * shard_width(5000, 2)  # the solver's own rows, 62 at most
+
+
+@pytest.mark.slow
+def test_the_measured_memory_of_a_rank_is_its_share_and_a_few_whole_vectors():
+    n = 1 << 19
+    alone = launch(peak, 1, timeout=120)[0]
+    assert alone > 90 * 4 * n  # the solver's rows and those that are kept
+    for ranks in (2, 4):
+        for held in launch(peak, ranks, timeout=240):
+            assert held <= alone / ranks + 8 * 4 * n, ranks
 
 
 def test_what_cannot_be_read_is_refused_on_every_rank(folders):

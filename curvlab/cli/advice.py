@@ -48,6 +48,8 @@ def plan(options: Namespace) -> int:
         "ranks": options.ranks,
         "bandwidth": options.bandwidth,
     }
+    if options.device in MACHINES and options.device != "cpu":  # a machine that is not here
+        options.counted, options.machine = True, options.machine or options.device
     if options.counted:
         name = options.machine or "cpu"
         if name not in MACHINES:

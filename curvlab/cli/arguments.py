@@ -61,9 +61,15 @@ def plan(parser: ArgumentParser) -> None:
         action="store_true",
         help="count operations on a model without memory in place of measuring one batch",
     )
-    parser.add_argument("--machine", metavar="NAME", help="with --counted: a100, h100, cpu, ...")
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="with --counted: a100, h100, cpu, ...; --device h100 means both",
+    )
     parser.add_argument("--ranks", type=whole(1), default=1, help="processes that share the work")
-    parser.add_argument("--bandwidth", type=size, help="bytes per second between ranks")
+    parser.add_argument(
+        "--bandwidth", type=size, help="bytes per second between ranks, such as 50G (the machine's)"
+    )
 
 
 def profile(parser: ArgumentParser) -> None:

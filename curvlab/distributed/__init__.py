@@ -5,22 +5,26 @@ same program; all calls here are collective.
 """
 
 from curvlab.distributed.basis import ShardedBasis
+from curvlab.distributed.differences import DifferenceHessian
 from curvlab.distributed.group import Group, Traffic, current, join
 from curvlab.distributed.launch import launch
 from curvlab.distributed.models import fill
 from curvlab.distributed.operators import DataParallel, Sharded
 from curvlab.distributed.pairs import ShardedEigenpairs
+from curvlab.distributed.sharded_models import TensorParallelHessian
 from curvlab.distributed.shards import Shards, shard_width
 from curvlab.distributed.watch import RankError
 
 __all__ = [
     "DataParallel",
+    "DifferenceHessian",
     "Group",
     "RankError",
     "Sharded",
     "ShardedBasis",
     "ShardedEigenpairs",
     "Shards",
+    "TensorParallelHessian",
     "Traffic",
     "current",
     "fill",

@@ -83,6 +83,23 @@ class Group:
             self._call(what, 2 * tensor.nbytes, lambda: dist.all_reduce(tensor))
         return tensor
 
+    def begin_sum(self, tensor: Tensor, what: str = "a sum") -> Callable[[], None]:
+        """Start to add ``tensor`` over the ranks in place; calling the result waits for the sum.
+
+        Until then the tensor must be left alone. Sums end in any order, but all ranks must begin
+        them in the same.
+        """
+        if self.size == 1:
+            return _nothing
+        return self._begin(what, 2 * tensor.nbytes, lambda: dist.all_reduce(tensor, async_op=True))
+
+    def begin_sum_to(self, owner: int, tensor: Tensor, what: str = "a sum") -> Callable[[], None]:
+        """As :meth:`begin_sum`, but only rank ``owner`` gets the sum; the others' is spoilt."""
+        if self.size == 1:
+            return _nothing
+        size = 0 if owner == self.rank else tensor.nbytes * self.size // (self.size - 1)
+        return self._begin(what, size, lambda: dist.reduce(tensor, owner, async_op=True))
+
     def gather(self, tensor: Tensor, what: str = "a gather") -> Tensor:
         """Every rank's ``tensor``, which has one shape on all: ``(size, *shape)``."""
         if self.size == 1:
@@ -132,19 +149,33 @@ class Group:
             if complaint is not None:
                 raise RankError(f"rank {rank} failed in {what}: {complaint}")
 
+    def _begin(self, what: str, size: int, collective: Callable[[], Any]) -> Callable[[], None]:
+        begun: list[Any] = []
+        self._call(what, size, lambda: begun.append(collective()))
+        number = self.traffic.messages
+        return lambda: self._guarded(what, number, begun[0].wait)
+
     def _call(self, what: str, size: int, collective: Callable[[], object]) -> None:
         self.traffic.messages += 1
         self.traffic.bytes += size * (self.size - 1) // self.size
-        self._place = f"in collective {self.traffic.messages} ({what})"
+        self._guarded(what, self.traffic.messages, collective)
+
+    def _guarded(self, what: str, number: int, wait: Callable[[], object]) -> None:
+        """``wait()`` for other ranks; if that fails, say who is the cause."""
+        self._place = f"in collective {number} ({what})"
         try:
-            collective()
+            wait()
         except RuntimeError as error:
             cause = "a rank failed" if self.watch is None else self.watch.roll_call()
             said = str(error).partition("\n")[0].rpartition("] ")[2]  # without the place in torch
             raise RankError(
                 f"{cause}. Rank {self.rank} was {self._place}, where torch said: {said[:160]}"
             ) from error
-        self._place = f"after collective {self.traffic.messages} ({what})"
+        self._place = f"after collective {number} ({what})"
+
+
+def _nothing() -> None:
+    """A sum over one rank is there at once."""
 
 
 _joined: Group | None = None

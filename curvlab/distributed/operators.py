@@ -9,12 +9,15 @@ rank that multiplies another vector, has failed, or found NaN is named on all ra
 """
 
 import math
-from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from curvlab.distributed.agreement import (
+    FAILED,
+    NOT_FINITE,
+    Said,
     facts_of,
     fingerprint,
     layout_from,
@@ -22,13 +25,12 @@ from curvlab.distributed.agreement import (
     require_same,
 )
 from curvlab.distributed.group import Group, current
+from curvlab.distributed.overlap import PIECE, Begin, Overlap, cut, hooked, width_of
 from curvlab.distributed.replicated import Replicated
 from curvlab.distributed.shards import Shards
 from curvlab.distributed.watch import RankError
 from curvlab.operators import Curvature, Operator
-from curvlab.probe import Certificate, LinearOperator, OperatorError, probe
-
-_FAILED, _NOT_FINITE = -1.0, -2.0  # in place of a fingerprint
+from curvlab.probe import Certificate, LinearOperator, probe
 
 
 class DataParallel(Operator):
@@ -36,16 +38,19 @@ class DataParallel(Operator):
 
     ``DataParallel(Hessian(model, loss, share))``: the same model on every rank, shares of any
     sizes; a rank without samples passes ``None``. Weights are exact: each rank's mean counts with
-    what it divided by. One sum over the ranks per product or block of products.
+    what it divided by. One sum over the ranks per product or block of products; the sum of a long
+    vector's product goes out in pieces, while the last backward pass still runs.
 
     Args:
         part: This rank's operator, on its share of the data.
         samples: What the mean on this rank divides by; by default what ``part`` says. Needed for
             operators that are not made from a model, a loss and data.
+        overlap: Least bytes of such a piece; ``None`` for one sum after the pass, always.
         group: The ranks; by default those of the job.
 
     Attributes:
         weight: Of this rank's part in the whole.
+        piece: Elements of a piece of a product, if the sum of one vector's goes out in pieces.
         vector_space: Whole vectors, the same on every rank: solvers run on all ranks alike.
     """
 
@@ -54,11 +59,12 @@ class DataParallel(Operator):
         part: LinearOperator | None,
         *,
         samples: float | None = None,
+        overlap: int | None = PIECE,
         group: Group | None = None,
     ) -> None:
         self.group = current(group)
         self.part = part
-        mine = self.group.together(lambda: self._facts(samples), "making a part")
+        mine = self.group.together(lambda: self._facts(samples, overlap), "making a part")
         facts = require_same(self.group, mine)
         require_distinct(self.group, part)
         n, dtype = int(facts["n"]), getattr(torch, facts["dtype"].removeprefix("torch."))
@@ -67,11 +73,12 @@ class DataParallel(Operator):
         super().__init__(n, dtype, device, layout_from(facts))
         self.limit = facts["limit"]
         self.weight = self._weight(samples, facts.get("reduction", "mean"))
+        self.piece = self._piece(facts["overlap"])
         self.number = 0  # of the product
         self._of_a_loss = "reduction" in facts
         self.vector_space = Replicated(n, self.group)
 
-    def _facts(self, samples: float | None) -> dict[str, object] | None:
+    def _facts(self, samples: float | None, overlap: int | None) -> dict[str, object] | None:
         """What must agree with other ranks, having checked what can be wrong on this one alone."""
         part = self.part
         if part is None:
@@ -89,7 +96,17 @@ class DataParallel(Operator):
             raise TypeError(
                 f"products are added in float32 or float64; the part's are {part.dtype}"
             )
-        return facts_of(part)
+        if overlap is not None and overlap < 1:
+            raise ValueError(f"overlap= is a number of bytes, or None; got {overlap}")
+        return {**facts_of(part), "overlap": overlap}
+
+    def _piece(self, overlap: int | None) -> int | None:
+        """What all ranks agree on: pieces only pay where every rank's pass can begin them."""
+        able = self.group.facts(self.part is None or hooked(self.part), "engines")
+        if overlap is None or self.group.size == 1 or not all(able):
+            return None
+        width = width_of(self.n, overlap // torch.finfo(self.dtype).bits * 8)
+        return width if width < self.n else None
 
     def _weight(self, samples: float | None, reduction: str) -> float:
         count = 0.0 if self.part is None else samples
@@ -122,6 +139,8 @@ class DataParallel(Operator):
             )
 
     def _product(self, block: Tensor) -> Tensor:
+        if self.piece is not None and len(block) == 1:
+            return self._product_in_pieces(block, self.piece)
         count, ranks = block.numel(), self.group.size
         buffer = torch.zeros(count + ranks, dtype=self.dtype, device=self.device)
         mine = self.multiply_into(block, buffer[:count].view(block.shape), fingerprint(block))
@@ -130,7 +149,47 @@ class DataParallel(Operator):
         mine.compare(buffer[count:], self.group)
         return buffer[:count].view(block.shape)
 
-    def multiply_into(self, block: Tensor, target: Tensor, mark: int) -> "Said":
+    def _product_in_pieces(self, block: Tensor, width: int) -> Tensor:
+        total = torch.zeros_like(block)
+
+        def begin(piece: slice) -> Callable[[], None]:
+            return self.group.begin_sum(total[0, piece], f"part of product {self.number}")
+
+        self.multiply_in_pieces(block, total[0], cut(self.n, width), begin, fingerprint(block))
+        return total
+
+    def multiply_in_pieces(
+        self, block: Tensor, target: Tensor, pieces: Sequence[slice], begin: Begin, mark: int
+    ) -> None:
+        """Add up the ranks' shares of a product, beginning while the last backward pass runs.
+
+        Args:
+            block: One whole vector ``(1, n)``.
+            target: Zeros ``(n,)``; the sums are made in its memory.
+            pieces: Of ``target``, in the order of the sums.
+            begin: Begins the sum of a piece.
+            mark: As for :meth:`multiply_into`.
+        """
+        self.number += 1
+        said = Said(self._mark(mark))
+        overlap = Overlap(target, pieces, begin, self.weight)
+        try:
+            if isinstance(self.part, Curvature):
+                overlap.multiply(self.part, block)
+        except RankError:
+            raise  # a sum failed, not the product
+        except Exception as error:
+            said = Said(FAILED, error)
+        if not overlap.finish() and said.error is None:
+            said = Said(NOT_FINITE)
+        marks = torch.zeros(self.group.size, dtype=self.dtype, device=self.device)
+        marks[self.group.rank] = said.mark
+        said.compare(self.group.sum_(marks, f"end of product {self.number}"), self.group)
+
+    def _mark(self, mark: int) -> float:
+        return float((mark + self.number) % 2**22 + 1)
+
+    def multiply_into(self, block: Tensor, target: Tensor, mark: int) -> Said:
         """This rank's weighted share of the product into ``target``, zeros if there is none.
 
         Args:
@@ -139,51 +198,18 @@ class DataParallel(Operator):
             mark: What every rank should have for this product.
         """
         self.number += 1
-        said = Said(float((mark + self.number) % 2**22 + 1))
+        said = Said(self._mark(mark))
         if self.part is None:
             return said
         try:
             torch.mul(self.part @ block, self.weight, out=target)
         except Exception as error:
             target.zero_()
-            return Said(_FAILED, error)
+            return Said(FAILED, error)
         if not bool(torch.isfinite(target).all()):
             target.zero_()
-            return Said(_NOT_FINITE)
+            return Said(NOT_FINITE)
         return said
-
-
-class Said:
-    """What this rank tells the others of its product."""
-
-    def __init__(self, mark: float, error: Exception | None = None) -> None:
-        self.mark, self.error = mark, error
-
-    def compare(self, marks: Tensor, group: Group) -> None:
-        """Raise on every rank unless all ``marks`` ``(ranks,)`` are the same and good."""
-        said = marks.tolist()
-        if all(mark == said[0] for mark in said) and said[0] > 0:
-            return
-        failed = [rank for rank, mark in enumerate(said) if mark == _FAILED]
-        if failed:
-            own = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
-            reasons = group.facts(own, "what failed")
-            if self.error is not None:
-                raise self.error
-            group.require_none(reasons, "a product")
-        wrong = [rank for rank, mark in enumerate(said) if mark == _NOT_FINITE]
-        if wrong:
-            raise OperatorError(
-                f"the product of rank {wrong[0]} holds NaN or infinity: look at that rank's "
-                "parameters and data"
-            )
-        usual = Counter(said).most_common(1)[0][0]
-        odd = [rank for rank, mark in enumerate(said) if mark != usual]
-        raise RankError(
-            f"rank {odd[0]} multiplies another vector, or has made another number of products, "
-            f"than rank {said.index(usual)}: every rank must run the same program with the same "
-            "seeds, on the same kind of processor"
-        )
 
 
 class Sharded:
@@ -228,6 +254,8 @@ class Sharded:
         if self._parallel is None:
             return space.take(self.operator @ block).reshape(shard.shape)
         ranks, b, width = self.group.size, block.shape[0], space.width
+        if b == 1 and self._parallel.piece is not None:
+            return self._product_in_pieces(self._parallel, block).view(shard.shape)
         product = torch.zeros_like(block)
         said = self._parallel.multiply_into(block, product, b)
         # one row per rank: its columns of every product, then what each rank says
@@ -240,6 +268,19 @@ class Sharded:
         mine = self.group.sum_scatter(parts, f"product {self._parallel.number}")
         said.compare(mine[b * width :], self.group)
         return mine[: b * width].view(b, width).reshape(shard.shape)
+
+    def _product_in_pieces(self, parallel: DataParallel, block: Tensor) -> Tensor:
+        """This rank's shard of the product with one vector; the ranks' shards are the pieces."""
+        width, rank = self.vector_space.width, self.group.rank
+        whole = torch.zeros(self.group.size * width, dtype=self.dtype, device=self.device)
+
+        def begin(piece: slice) -> Callable[[], None]:
+            shard = whole[piece.start : piece.start + width]
+            what = f"part of product {parallel.number}"
+            return self.group.begin_sum_to(piece.start // width, shard, what)
+
+        parallel.multiply_in_pieces(block, whole[: self.n], cut(self.n, width), begin, 1)
+        return whole[rank * width : (rank + 1) * width].clone()
 
     def __repr__(self) -> str:
         return f"Sharded({self.operator!r}, {self.vector_space!r})"

@@ -24,6 +24,8 @@ from curvlab.probe import Certificate, OperatorError, probe
 
 log = logging.getLogger("curvlab")
 
+Last = Callable[[Product, Tensor | None], None]
+
 
 class Curvature(Operator):
     """A symmetric operator made of products per chunk of data, at the parameters as they are now.
@@ -162,15 +164,32 @@ class Curvature(Operator):
         self.products += len(block)
         return self._sum(self.problem.chunks, block)
 
+    def multiply_last(self, block: Tensor, last: Last) -> None:
+        """Multiply with all chunks but the last, which is left to ``last(product, sum before)``.
+
+        Args:
+            block: Vectors ``(b, n)`` of this operator's dtype and device, as for ``@``.
+            last: Called with the last chunk's product and the float64 sum of the others' images,
+                ``None`` if there are no others.
+        """
+        self.products += len(block)
+        *others, final = self.problem.chunks
+        with arithmetic(self.device, self.problem.precision):
+            before = self._total(others, block) if others else None
+            last(self._chunk_product(final), before)
+
     def _sum(self, chunks: Sequence[Chunk], block: Tensor) -> Tensor:
         with arithmetic(self.device, self.problem.precision):
             if len(chunks) == 1:
                 return self._chunk_product(chunks[0])(block)
-            # float64: thousands of float32 terms would drift
-            total = torch.zeros(block.shape, dtype=torch.float64, device=self.device)
-            for chunk in chunks:
-                total += self._chunk_product(chunk)(block)
-            return total.to(self.dtype)
+            return self._total(chunks, block).to(self.dtype)
+
+    def _total(self, chunks: Sequence[Chunk], block: Tensor) -> Tensor:
+        # float64: thousands of float32 terms would drift
+        total = torch.zeros(block.shape, dtype=torch.float64, device=self.device)
+        for chunk in chunks:
+            total += self._chunk_product(chunk)(block)
+        return total
 
     def _chunk_product(self, chunk: Chunk) -> Product:
         if chunk.number in self._kept:

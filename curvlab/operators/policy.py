@@ -50,13 +50,21 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _require_whole(model: nn.Module) -> None:
-    """Raise if parameters are in shards: second derivatives do not pass through their gathering."""
-    sharded = any(hasattr(module, "_get_fsdp_state") for module in model.modules())
-    if sharded or any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+    """Raise if parameters are in shards, with what there is for them."""
+    plain = (
+        "make a plain model of the same code, fill it with curvlab.distributed.fill(plain, model) "
+        "on every rank, and use that"
+    )
+    if any(hasattr(module, "_get_fsdp_state") for module in model.modules()):
         raise TypeError(
-            "the model's parameters are in shards (FSDP or DTensor), and torch cuts the graph of "
-            "second derivatives where it gathers them. Make a plain model of the same code, fill "
-            "it with curvlab.distributed.fill(plain, model) on every rank, and use that"
+            "the model's parameters are in shards (FSDP), and torch cuts the graph of second "
+            f"derivatives where it gathers them: {plain}; or, if it does not fit a rank, use "
+            "curvlab.distributed.DifferenceHessian, which takes differences of gradients"
+        )
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise TypeError(
+            "the model's parameters are in shards (DTensor), which do not make one flat vector: "
+            f"use curvlab.distributed.TensorParallelHessian, which is exact; or {plain}"
         )
 
 

@@ -28,6 +28,7 @@ from curvlab.plan.formulae import (
     memories,
     products_needed,
     solver_rows,
+    talking_seconds,
 )
 
 __all__ = ["MACHINES", "Machine", "Plan", "plan", "plan_counted"]
@@ -107,7 +108,8 @@ class Plan:
         if self.ranks > 1:
             lines.append(
                 f"  sent by each rank     {_bytes(int(self.traffic.product))} per product, "
-                f"{_bytes(int(self.traffic.step)).strip()} per SGD-dagger step"
+                f"{_bytes(int(self.traffic.step)).strip()} per SGD-dagger step; "
+                f"{self.traffic.messages} messages per product and step of the solver"
             )
         lines += [f"  -> {line}" for line in self.advice]
         return "\n".join(lines)
@@ -204,12 +206,12 @@ def scaled(
     rows = min(products, max(2 * k + 32, 3 * k + 12))
     orthogonalise = products * (0.5 * rows * unit.row / ranks + unit.step)
     traffic = communication(unit.n, tasks * k, ranks, unit.element)
-    talking = products * (traffic.product + communication(unit.n, rows, ranks, 8).orthogonalise)
-    talking /= bandwidth
+    sent = traffic.product + communication(unit.n, rows, ranks, 8).orthogonalise
+    talking = products * talking_seconds(sent, traffic.messages, ranks, bandwidth)
     seconds = setup + products * product + orthogonalise + talking
     peak = int(FRAGMENTED * (unit.held + data + graph + solver + vectors)) + LIBRARIES
     most = _largest_k(unit, usable, data, ranks, tol)
-    found = memories(unit.n // ranks, tasks * k, max(1, available - unit.held))
+    found = memories(unit.n, tasks * k, max(1, available - unit.held), ranks)
     return Plan(
         n=unit.n,
         samples=samples,

@@ -10,6 +10,7 @@ from curvlab.basis import basis_bytes, largest_basis
 STORED = (torch.float32, torch.float16, torch.int8)
 FRAGMENTED = 1.15  # of what tensors take, that an allocator takes; fitted, as is the next
 LIBRARIES = 5_000_000  # bytes of buffers that libraries keep
+LATENCY = 2e-5  # seconds of each of the log2(R) hops of a message; switched networks take this
 RESERVE = 32  # rows of the working basis that certification may take
 
 
@@ -40,14 +41,15 @@ class Memory:
     rows_that_fit: int
 
 
-def memories(n: int, rows: int, available: int) -> list[Memory]:
-    """M in each storage dtype, against ``available`` bytes."""
+def memories(n: int, rows: int, available: int, ranks: int = 1) -> list[Memory]:
+    """A rank's part of M in each storage dtype, against its ``available`` bytes."""
+    held = -(-n // ranks)
     return [
         Memory(
             str(dtype).removeprefix("torch."),
-            basis_bytes(n, rows, dtype),
-            basis_bytes(n, rows, dtype) <= available,
-            min(n, largest_basis(n, available, dtype)),
+            basis_bytes(held, rows, dtype),
+            basis_bytes(held, rows, dtype) <= available,
+            min(n, largest_basis(held, available, dtype)),
         )
         for dtype in STORED
     ]
@@ -61,6 +63,11 @@ class Communication:
     orthogonalise: float
     step: float
     messages: int
+
+
+def talking_seconds(sent: float, messages: int, ranks: int, bandwidth: float) -> float:
+    """Seconds in which a rank sends so many bytes in so many messages."""
+    return sent / bandwidth + messages * LATENCY * math.log2(ranks)
 
 
 def communication(n: int, rows: int, ranks: int, element: int) -> Communication:
