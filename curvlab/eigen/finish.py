@@ -39,7 +39,7 @@ def eigenpairs(
     if not options.certify and not explicit and not solver.exhausted and not interrupted:
         _spot_check(solver, ritz, k)
     values = ritz.values[:k]
-    padded = torch.zeros(k, krylov.rows.shape[1], dtype=products.dtype, device=products.device)
+    padded = krylov.rows.new_empty(k, krylov.rows.shape[1])
     mix_rows(krylov.rows[: krylov.multiplied], ritz.mixing[:, :k], padded)
     vectors = padded[:, : krylov.width].contiguous()
     residuals = ritz.residuals[:k] + solver.loss

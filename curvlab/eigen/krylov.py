@@ -299,10 +299,18 @@ def mix_rows(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
         mixing: Shape ``(m, p)``, float64.
         into: Shape ``(p, n)``; may be the first ``p`` of ``rows``.
     """
-    transposed = mixing.T.to(rows.device)
-    for start in range(0, rows.shape[1], CHUNK):
-        columns = slice(start, start + CHUNK)
-        into[:, columns] = (transposed @ rows[:, columns].double()).to(into.dtype)
+    (m, p), n = mixing.shape, rows.shape[1]
+    transposed = mixing.T.to(rows.device).contiguous()
+    # Allocated once: new memory for every chunk costs more than the arithmetic.
+    wide = transposed.new_empty(m * min(CHUNK, n))
+    mixed = transposed.new_empty(p * min(CHUNK, n))
+    for start in range(0, n, CHUNK):
+        width = min(CHUNK, n - start)
+        columns = slice(start, start + width)
+        given, found = wide[: m * width].view(m, width), mixed[: p * width].view(p, width)
+        given.copy_(rows[:, columns])
+        torch.mm(transposed, given, out=found)
+        into[:, columns].copy_(found)
 
 
 _NOT_FINITE = (

@@ -197,11 +197,12 @@ def tolerances(values: Tensor, tol: float, relative_to: RelativeTo, norm: float)
 
 def canonical_signs_(vectors: Tensor) -> Tensor:
     """Flip rows ``(k, n)`` in place so that the element of largest magnitude is positive."""
-    if vectors.numel():
-        largest = vectors.abs().argmax(dim=1, keepdim=True)
-        negative = vectors.gather(1, largest) < 0
-        for row in negative.flatten().nonzero().flatten().tolist():
-            vectors[row].neg_()
+    for row in vectors if vectors.shape[-1] else ():
+        low, high = torch.aminmax(row)
+        if float(low) == -float(high):  # the first of them decides
+            low, high = row[row.abs().argmax()], -row[row.abs().argmax()]
+        if float(low) < -float(high):
+            row.neg_()
     return vectors
 
 

@@ -19,6 +19,8 @@ from curvlab_kernels.algebra import (
 )
 from curvlab_kernels.formats import CHUNK
 
+CONVERTED = 1 << 19  # elements taken to float64 at a time: allocators keep several such pieces
+
 
 def orthonormalise_with_(
     project: Callable[[Tensor], object],
@@ -109,7 +111,7 @@ def length_after(before: Tensor, after: Tensor, m: int, dtype: torch.dtype) -> T
 def scale_(vectors: Tensor, norms: Tensor) -> None:
     """Divide every row by its norm in place; a row whose norm is zero becomes zero."""
     factors = torch.where(norms == 0, 0.0, 1.0 / torch.where(norms == 0, 1.0, norms))
-    for columns in torch.split(vectors, CHUNK, -1):  # torch takes a copy in float64 of each
+    for columns in _pieces(vectors):  # torch takes a copy in float64 of each
         # Not a 0-d tensor: those would be rounded to float32 before the product.
         columns.mul_(factors.unsqueeze(-1))
 
@@ -117,7 +119,7 @@ def scale_(vectors: Tensor, norms: Tensor) -> None:
 def gram(rows: Tensor) -> Tensor:
     """``M M'``, shape ``(m, m)``, for float rows ``(m, n)``; products and sums in float64."""
     total = rows.new_zeros(rows.shape[0], rows.shape[0], dtype=torch.float64)
-    for columns in torch.split(rows, CHUNK, 1):
+    for columns in _pieces(rows):
         values = columns.double()
         total += values @ values.T
     return total
@@ -127,5 +129,11 @@ def _mix_(block: Tensor, mixing: Tensor, targets: Tensor, sources: Tensor) -> No
     """Rows ``targets`` become ``mixing`` times rows ``sources``, all others zero, in place."""
     whole = mixing.new_zeros(block.shape[0], block.shape[0])
     whole[targets.unsqueeze(1), sources] = mixing
-    for columns in torch.split(block, CHUNK, 1):
+    for columns in _pieces(block):
         columns.copy_(whole @ columns.double())
+
+
+def _pieces(rows: Tensor) -> tuple[Tensor, ...]:
+    """Columns of rows ``(m, n)``, or pieces of a vector, whose float64 copies are a few MB."""
+    m = rows.shape[0] if rows.dim() == 2 else 1
+    return torch.split(rows, max(min(CHUNK, CONVERTED // max(m, 1)), 1024), -1)

@@ -214,26 +214,48 @@ def _subtract_and_square(
 subtract_and_square = compiled(_subtract_and_square)
 
 
-def _recurrence(
-    previous: Any, last: Any, beta: Any, vector: Any, total: Any, start: int, stop: int
-) -> None:
-    """``total += (||vector||^2, last . v)`` with ``v = vector - beta previous``, which it becomes.
-
-    ``beta`` has the vector's dtype.
-    """
-    part, one, other = vector[start:stop], previous[start:stop], last[start:stop]
+def _recurrence(last: Any, vector: Any, total: Any, start: int, stop: int) -> None:
+    """``total += (||vector||^2, last . vector)``, every product and sum in float64."""
+    part, other = vector[start:stop], last[start:stop]
     square, along = 0.0, 0.0
     for j in range(part.shape[0]):
-        element = part[j]
-        square += np.float64(element) * np.float64(element)
-        element -= beta * one[j]
-        along += np.float64(other[j]) * np.float64(element)
-        part[j] = element
+        element = np.float64(part[j])
+        square += element * element
+        along += np.float64(other[j]) * element
     total[0] += square
     total[1] += along
 
 
 recurrence = compiled(_recurrence)
+
+
+def _recur_and_accumulate(
+    rows: Any,
+    beta: Any,
+    alpha: Any,
+    vector: Any,
+    total: Any,
+    zero: Any,
+    start: int,
+    stop: int,
+) -> None:
+    """``vector -= beta rows[-2] + alpha rows[-1]``, its products with all rows, and its square.
+
+    ``total`` has ``m + 1`` elements, the last for the square; ``beta`` and ``alpha`` have the
+    vector's dtype. A tile after the other, so that the products find the vector in the cache.
+    """
+    m = rows.shape[0]
+    sums, square = total[:m], total[m:]
+    for low in range(start, stop, TILE):
+        high = min(low + TILE, stop)
+        part, one, other = vector[low:high], rows[m - 2, low:high], rows[m - 1, low:high]
+        for j in range(part.shape[0]):
+            part[j] -= beta * one[j] + alpha * other[j]
+        squares(vector, square, low, high)
+        accumulate(rows, vector, sums, zero, 0, low, high)
+
+
+recur_and_accumulate = compiled(_recur_and_accumulate)
 
 
 def _scale(vector: Any, factor: float, start: int, stop: int) -> None:

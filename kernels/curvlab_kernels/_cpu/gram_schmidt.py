@@ -43,9 +43,9 @@ def lanczos_step_(
         passed = norm(vector)
     else:
         removed = vector.new_zeros(rows.shape[0], dtype=torch.float64)
-        removed[-2] = previous_beta
-        before, removed[-1], passed = _recurrence(rows, previous_beta, vector)
-        again = coefficients(rows, vector)
+        # As the vector's dtype has it: what rounding leaves is the second pass's to find.
+        removed[-2] = torch.tensor(previous_beta, dtype=vector.dtype)
+        before, removed[-1], again, passed = _recurrence(rows, float(removed[-2]), vector)
     after = _subtract(rows, again, vector)
     removed += again
     if float(after) ** 2 < 0.5 * float(passed) ** 2:
@@ -60,16 +60,24 @@ def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:
     return orthonormalise_with_(lambda vectors: project_(rows, vectors), block, rows.shape[0])
 
 
-def _recurrence(rows: Tensor, beta: float, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Remove the last two rows; the norm before, the last coefficient, the norm after."""
+def _recurrence(rows: Tensor, beta: float, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Remove the last two rows: the first pass, and what the second needs.
+
+    Returns:
+        The norm before, the last row's coefficient, all rows' coefficients after, the norm after.
+    """
     fast = loops.choose(rows, [(0, vector)])
     if fast is None:
         before = norm(vector)
         subtract(rows[-2:-1], None, torch.tensor([beta], dtype=torch.float64), [(0, vector)])
         along = project_(rows[-1:], vector)[0]
-        return before, along, norm(vector)
-    square, along = loops.recurrence(fast, rows, beta, vector)
-    return square.sqrt(), along, _subtract(rows[-1:], along.reshape(1), vector)
+        return before, along, coefficients(rows, vector), norm(vector)
+    # The rows are orthogonal to rounding, and the second pass sees what that leaves: the last
+    # row's coefficient may be taken before the other is removed, which saves writing the vector.
+    square, along = loops.recurrence(fast, rows[-1], vector)
+    along = along.to(vector.dtype).double()
+    found = loops.recur_and_accumulate(fast, rows, beta, float(along), vector)
+    return square.sqrt(), along, found[:-1], found[-1].sqrt()
 
 
 def _subtract(rows: Tensor, weights: Tensor, vector: Tensor) -> Tensor:

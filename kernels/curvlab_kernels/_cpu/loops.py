@@ -145,19 +145,33 @@ def subtract_and_square(loops: ModuleType, rows: Tensor, weights: Tensor, vector
     return _summed(run, 1, vector, rows.shape[0])[0]
 
 
-def recurrence(loops: ModuleType, rows: Tensor, beta: float, vector: Tensor) -> Tensor:
-    """``g -= beta m`` with ``m`` the last row but one.
-
-    Returns:
-        ``||g||^2`` before it, and the product of the last row with ``g`` after it: ``(2,)``.
-    """
-    previous, last = rows[-2].numpy(), rows[-1].numpy()
-    factor = previous.dtype.type(beta)
+def recurrence(loops: ModuleType, last: Tensor, vector: Tensor) -> Tensor:
+    """``||g||^2`` and the product of a float32 row with ``g``: ``(2,)`` float64."""
+    other = last.numpy()
 
     def run(numbers: np.ndarray, sums: np.ndarray, _first: int, start: int, stop: int) -> None:
-        loops.recurrence(previous, last, factor, numbers, sums, start, stop)
+        loops.recurrence(other, numbers, sums, start, stop)
 
     return _summed(run, 2, vector)
+
+
+def recur_and_accumulate(
+    loops: ModuleType, rows: Tensor, beta: float, alpha: float, vector: Tensor
+) -> Tensor:
+    """``g -= beta m + alpha l`` with the last two rows ``m, l``, in one reading of float32 rows.
+
+    Returns:
+        The products of all rows with ``g`` after it, and then its ``||g||^2``: ``(m + 1,)``.
+    """
+    stored = rows.numpy()
+    zero = np.float64(0) if vector.dtype == torch.float64 else np.float32(0)
+    kind = type(zero)
+    factors = kind(beta), kind(alpha)
+
+    def run(numbers: np.ndarray, sums: np.ndarray, _first: int, start: int, stop: int) -> None:
+        loops.recur_and_accumulate(stored, *factors, numbers, sums, zero, start, stop)
+
+    return _summed(run, rows.shape[0] + 1, vector)
 
 
 def scale(loops: ModuleType, vector: Tensor, factor: float) -> None:
