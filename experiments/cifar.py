@@ -72,8 +72,8 @@ def caption(networks: Sequence[Network], metrics: BySeed) -> str:
     first = next(iter(metrics.values()))
     return "; ".join(
         f"{one.name} of {first[next(iter(one.rows()))]['parameters']:,} parameters, "
-        f"{one.training.train or 'all'} images a task, rates {one.training.rates}, epochs "
-        f"{one.training.epochs}"
+        f"{one.training.train or 'all'} {'embedded images' if one.training.embedded else 'images'} "
+        f"a task, rates {one.training.rates}, epochs {one.training.epochs}"
         for one in networks
     )
 

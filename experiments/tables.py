@@ -75,7 +75,9 @@ class Table:
             lines.append(line)
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         body = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
-        head = f"{self.label}: {self.title}  (mean ± std; the paper's in brackets)"
+        beside = any(published(self.label, row, c) for row in self.rows for c in self.columns)
+        note = "mean ± std" + ("; the paper's in brackets" if beside else "")
+        head = f"{self.label}: {self.title}  ({note})"
         return "\n".join([head, *(line.rstrip() for line in body)])
 
     def to_csv(self) -> str:
@@ -124,7 +126,7 @@ def format_pair(mean: float, std: float) -> str:
 
 
 def _rounded(value: float, size: float) -> str:
-    if size > 999.5:
+    if size > 999.5 or size == 0.0:  # zero means exactly that, not rounded to it
         return f"{value:,.0f}"
     decimals = 4 if size < 0.0995 else 3 if size < 0.995 else 2 if size < 99.5 else 1
     return f"{value:.{decimals}f}"
