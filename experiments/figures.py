@@ -55,4 +55,6 @@ def curve(
     mean, deviation = values.mean(0), values.std(0)
     look = STYLES[style % len(STYLES)]
     axes.plot(x, mean, label=label, markersize=4, **look)
-    axes.fill_between(x, mean - deviation, mean + deviation, color=look["color"], alpha=0.15, lw=0)
+    # no lower than the lowest sample: on a logarithmic scale a band below zero would hide the rest
+    low = np.ma.maximum(mean - deviation, values.min(0))
+    axes.fill_between(x, low, mean + deviation, color=look["color"], alpha=0.15, lw=0)

@@ -14,7 +14,7 @@ from experiments.markup import Markup, joined, table, tag
 from experiments.paper import published
 from experiments.provenance import provenance, runs, unused
 from experiments.store import Result
-from experiments.tables import Cell, Table, format_pair
+from experiments.tables import Cell, Claim, Table, format_pair
 
 TITLE = "Towards guarantees for parameter isolation in continual learning: what reproduces"
 SIGNS = {"agree": "✓ agrees", "disagree": "✗ disagrees", "not tested": "○ not tested"}
@@ -100,7 +100,7 @@ def _top(
     if wrong:
         yield tag("h2", "What disagrees")
         items = [tag("li", tag("a", found.experiment.label, href=f"#{found.anchor}"),
-                     f": {'our own check: ' if claim.ours else ''}{claim.text} ({claim.measured})")
+                     f": {_text(claim)} ({claim.measured})")
                  for found, claim in wrong]  # fmt: skip
         yield tag("ul", *items)
     if missing := [one for one in experiments if not findings[one.label]]:
@@ -174,8 +174,7 @@ def _body(found: Finding, pictures: Mapping[str, bytes]) -> Iterator[Markup]:
                   "forgetting is no merit of theirs.", class_="warning")  # fmt: skip
     items = [
         tag("li", tag("span", SIGNS[claim.verdict], class_=f"verdict {STYLES[claim.verdict]}"),
-            "our own check: " if claim.ours else None, claim.text,
-            tag("span", f" ({claim.measured})", class_="soft"))
+            _text(claim), tag("span", f" ({claim.measured})", class_="soft"))
         for claim in found.claims
     ]  # fmt: skip
     if items:
@@ -187,12 +186,20 @@ def _body(found: Finding, pictures: Mapping[str, bytes]) -> Iterator[Markup]:
     yield provenance(found)
 
 
+def _text(claim: Claim) -> str:
+    return _dagger(f"our own check: {claim.text}" if claim.ours else claim.text)
+
+
+def _dagger(text: str) -> str:
+    return text.replace("SGD-dagger", "SGD†")
+
+
 def _table(one: Table, found: Finding) -> Markup:
     head = [joined([column, _near_note(found, one, column)]) for column in one.columns]
     rows = []
     for name, cells in one.rows.items():
         entries = [_cell(one, name, column, cells.get(column), found) for column in one.columns]
-        rows.append([name.replace("SGD-dagger", "SGD†"), *entries])
+        rows.append([_dagger(name), *entries])
     beside = any(published(one.label, row, column) for row in one.rows for column in one.columns)
     note = "mean ± standard deviation" + ("; below it the paper's" if beside else "")
     caption = f"{one.label}: {one.title} ({note})"

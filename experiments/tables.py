@@ -111,12 +111,16 @@ def claim(
     text: str, values: Sequence[float], holds: Callable[..., bool], *, ours: bool = False
 ) -> Claim:
     """Judge ``holds(*values)``; a missing (NaN) value makes the claim ``not tested``."""
-    measured = ", ".join(
-        f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}" for value in values
-    )
+    measured = ", ".join(map(_brief, values))
     if any(math.isnan(value) for value in values):
         return Claim(text, "not tested", measured, ours)
     return Claim(text, "agree" if holds(*values) else "disagree", measured, ours)
+
+
+def _brief(value: float) -> str:
+    if math.isnan(value):
+        return "none"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def format_pair(mean: float, std: float) -> str:
