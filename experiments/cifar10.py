@@ -114,7 +114,7 @@ EXPERIMENT = Experiment(
     claims=claims,
     trainings=lambda config: list(rows_of(config.networks).values()),
     cost={
-        "demo": "2 min, shared with tab:other-arch",
+        "demo": "about 3 min, shared with tab:other-arch",
         "scaled": "20 min on 2 cores, shared with tab:other-arch",
         "full": "about 6 h on one A100, --device cuda (estimate, not run)",
     },

@@ -106,5 +106,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figure=figure,
     trainings=trainings,
-    cost={"demo": "1 min", "scaled": "15 min", "full": "about 1 day on 2 cores (not run)"},
+    cost={"demo": "about 2 min", "scaled": "15 min", "full": "about 1 day on 2 cores (not run)"},
 )

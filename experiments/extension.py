@@ -171,5 +171,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figure=figure,
     trainings=trainings,
-    cost={"demo": "2 min", "scaled": "15 min", "full": "5 h on 2 cores (not run)"},
+    cost={"demo": "about 3 min", "scaled": "15 min", "full": "5 h on 2 cores (estimate, not run)"},
 )

@@ -117,7 +117,7 @@ EXPERIMENT = Experiment(
         training for nets in config.streams().values() for training in rows_of(nets).values()
     ],
     cost={
-        "demo": "2 min, shared with Table:forg-C10-extended",
+        "demo": "about 3 min, shared with Table:forg-C10-extended",
         "scaled": "20 min on 2 cores, shared with Table:forg-C10-extended",
         "full": "nothing beyond Table:forg-C10-extended and Table:acc-C100, whose runs it shares: "
         "about 24 h on one A100 of 80 GB, --device cuda; CIFAR-100's files (estimate, not run)",
