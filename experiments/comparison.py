@@ -30,7 +30,7 @@ def run(config: Comparison, seeds: Sequence[int], shelf: Shelf) -> dict[int, Met
     for rate in reversed(RATES):
         for learner in LEARNERS:
             training = config.stream.training(rate, learner)
-            for one in shelf.runs(training, seeds_of(learner, seeds, config.few)):
+            for one in shelf.runs(training, seeds_of(learner, rate, seeds, config.few)):
                 kept = one.notes[-1].get("directions") or one.notes[-1].get("ranks") or 0
                 found[one.seed][rate][learner] = outcome(one) | {"kept": kept}
     return found

@@ -29,7 +29,7 @@ def run(config: Comparison, seeds: Sequence[int], shelf: Shelf) -> dict[int, Met
     for rate in RATES:
         for learner in LEARNERS:
             training = config.stream.training(rate, learner)
-            for one in shelf.runs(training, seeds_of(learner, seeds, config.few)):
+            for one in shelf.runs(training, seeds_of(learner, rate, seeds, config.few)):
                 violation = expansion(shelf, training, one).violation()
                 found[one.seed][rate][learner] = outcome(one) | {
                     "violation": rounded(violation[1:].tolist())

@@ -167,7 +167,7 @@ def test_what_few_seeds_leave_out_is_not_tested_and_said(module, measured, shelf
     config = replace(CONFIGS[module], few=())
     metrics = module.EXPERIMENT.run(config, SEEDS, shelf)
     [table] = module.tables(config, metrics)
-    assert "SGD-dagger and OGD: left out" in table.title
+    assert "SGD-dagger and OGD at the low rate: left out" in table.title
     [whole] = module.tables(CONFIGS[module], measured(module))
     for row in (row for row in table.rows if not row.endswith(("OGD", "SGD-dagger"))):
         left_out = ("S", "error of S", "a_tt of OGD")
@@ -177,4 +177,7 @@ def test_what_few_seeds_leave_out_is_not_tested_and_said(module, measured, shelf
     assert "not tested" in verdicts
     if module is comparison:
         module.figure(config, metrics, tmp_path / "figure")
-    assert {one.learner for one in module.EXPERIMENT.trainings(config)} <= {"SGD", "GPM"}
+    trained = {(one.learner, one.rates) for one in module.EXPERIMENT.trainings(config)}
+    stream = config.stream
+    assert {learner for learner, rates in trained if rates == stream.low} <= {"SGD", "GPM"}
+    assert ("OGD", stream.high) in trained
