@@ -74,6 +74,8 @@ class Shelf:
 
     def runs(self, training: Training, seeds: Sequence[int]) -> list[Run]:
         """The run of each seed, trained now if it is not there."""
+        if not seeds:
+            return []  # without waiting for a process that trains others
         with self.store.locked(f"training-{training.key}"):
             missing = [seed for seed in seeds if not self.file(training, seed).exists()]
             if missing:
