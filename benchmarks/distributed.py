@@ -142,16 +142,16 @@ class Stopwatch:
 
     def __init__(self, group: Group) -> None:
         self.seconds = 0.0
-        self._group, self._call = group, group._call
-        group._call = self._timed  # type: ignore[method-assign]
+        self._group, self._guarded = group, group._guarded
+        group._guarded = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, what: str, size: int, collective: Callable[[], object]) -> None:
+    def _timed(self, what: str, number: int, wait: Callable[[], object]) -> None:
         began = time.perf_counter()
-        self._call(what, size, collective)
+        self._guarded(what, number, wait)
         self.seconds += time.perf_counter() - began
 
     def stop(self) -> float:
-        self._group._call = self._call  # type: ignore[method-assign]
+        self._group._guarded = self._guarded  # type: ignore[method-assign]
         return self.seconds
 
 

@@ -3,16 +3,19 @@
     curvlab plan --model benchmarks.scaling:vit_b --data benchmarks.scaling:images --counted \
         --machine a100 --samples 1000 --k 10 --tasks 20 --ranks 8
 
-``python -m benchmarks.scaling`` prints the plans that curvlab/guide/scaling.md quotes.
+``python -m benchmarks.scaling`` prints the plans that curvlab/guide/scaling.md quotes, and ``python
+-m benchmarks.scaling curve FILE`` its table of counted messages and bytes, from the rows that
+``python -m benchmarks distributed --size full`` wrote.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, silu, softmax
 
-from benchmarks.measure import format_table
+from benchmarks.measure import Row, format_table, read_rows
 from curvlab.nets.vit import VisionTransformer
 from curvlab.plan import MACHINES, scaled
 from curvlab.plan.cost import counted
@@ -119,8 +122,34 @@ def lines_of(name: str, samples: int = 1000, k: int = 10, tasks: int = 20) -> li
     return lines
 
 
+def curve(rows: list[Row]) -> str:
+    """What a rank sends per call, counted, as a Markdown table: a column per number of ranks."""
+    counted = {
+        (entry.contender, entry.metric, int(entry.x)): entry.p50
+        for entry in rows
+        if entry.subject == "distributed" and entry.metric in ("messages", "bytes")
+    }
+    ranks = sorted({at for _, _, at in counted})
+    names = list(dict.fromkeys(name for name, _, _ in counted))
+    lines = [
+        "| per call, on each rank | " + " | ".join(f"{count} ranks" for count in ranks) + " |",
+        "|---" * (len(ranks) + 1) + "|",
+    ]
+    for name in names:
+        cells = []
+        for at in ranks:
+            messages, size = counted.get((name, "messages", at)), counted[name, "bytes", at]
+            held = f"{size / 1e6:,.0f} MB held"
+            cells.append(held if messages is None else f"{messages:g}: {size:,.0f} B")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines).replace("| 1 ranks", "| 1 rank")
+
+
 def main() -> int:
-    """The table of curvlab/guide/scaling.md."""
+    """The tables of curvlab/guide/scaling.md."""
+    if sys.argv[1:2] == ["curve"]:
+        print(curve(read_rows(Path(sys.argv[2]))))
+        return 0
     for name in sys.argv[1:] or MODELS:
         print(format_table(HEADER, lines_of(name)), flush=True)
     return 0

@@ -119,7 +119,7 @@ class DifferenceHessian(OfShards):
     def _extrapolated(self, vector: Tensor, step: float) -> tuple[Tensor, float]:
         """``H v`` for a unit vector, float64, and an estimate of its error."""
         coarse, fine = self._difference(vector, step), self._difference(vector, 0.5 * step)
-        # The difference holds the truncation, most of which the extrapolation removes, and rounding,
+        # The difference holds truncation, most of which the extrapolation removes, and rounding,
         # of which the extrapolation makes 1.2 times as much: twice the difference is above both.
         return (4.0 * fine - coarse) / 3.0, 2.0 * float((fine - coarse).norm())
 
