@@ -2,13 +2,16 @@
 
 import functools
 import itertools
+import os
+import signal
+import time
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from curvlab.distributed import DataParallel, Sharded, ShardedBasis, Shards, launch
+from curvlab.distributed import DataParallel, RankError, Sharded, ShardedBasis, Shards, launch
 from curvlab.operators import FromFunction, GaussNewton, Hessian
 from curvlab.plan.formulae import communication
 
@@ -157,3 +160,37 @@ def test_what_a_rank_sends_is_what_the_planner_says(ranks):
         assert sent == pytest.approx(planned.product, abs=8 * ranks**2 + 256 * ranks)
         assert coefficients == pytest.approx(planned.orthogonalise, rel=0.25)
         assert trained == pytest.approx(planned.step, abs=8 * ranks**2 + 512 * ranks)
+
+
+def stopped_in_the_pass(group, how, in_shards):
+    """A product in pieces during whose backward pass rank 1 is killed, or never comes back."""
+    inputs = torch.randn(9, WIDTHS[0], generator=torch.Generator().manual_seed(group.rank))
+    data = inputs, torch.arange(9) % 3
+    part = Hessian(network(0, torch.float32), cross_entropy, data, engine="retained")
+    operator = DataParallel(part, overlap=256)
+    vector = torch.ones(operator.n)
+    if in_shards:
+        operator = Sharded(operator)
+        vector = operator.vector_space.take(vector)
+    if group.rank == 1:
+        stop = {"killed": lambda _: os.kill(os.getpid(), signal.SIGKILL), "hangs": hang}[how]
+        part.problem.parameters[0].register_hook(stop)
+    operator @ vector
+
+
+def hang(_):
+    time.sleep(600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_shards", [False, True], ids=["whole", "shards"])
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("killed", "rank 1 gave no sign of life"), ("hangs", "ranks went apart: rank 1: after")],
+)
+def test_a_rank_that_stops_during_the_pass_is_named_while_sums_are_under_way(how, text, in_shards):
+    began = time.monotonic()
+    with pytest.raises(RankError) as error:
+        launch(stopped_in_the_pass, 3, how, in_shards, timeout=90, patience=5)
+    assert text in str(error.value)
+    assert time.monotonic() - began < 60
