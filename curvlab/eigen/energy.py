@@ -16,6 +16,7 @@ from curvlab_kernels import ops
 from torch import Tensor
 
 from curvlab.eigen.density import Estimate
+from curvlab.eigen.growing import Growing
 from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import Eigenpairs
@@ -82,7 +83,7 @@ def spectral_energy(
             f"probes= is at least 2 and largest= at least 1; got {probes} and {largest}"
         )
     products = Products(as_operator(operator), None)
-    products.probe(None, seed)
+    certificate = products.probe(None, seed)
     n = products.n
     small = n <= 2 * FIRST + 2 * probes and not products.space.sharded
     if dense or (dense is None and small):
@@ -90,25 +91,29 @@ def spectral_energy(
         tail = torch.zeros(2, n + 1, dtype=torch.float64)
         return _selected(pairs, tail, epsilon, exact=True, products=products.count)
     vectors, images = _draw(products, probes, seed)
-    k = min(FIRST, n, largest)
+    growing = Growing(products, certificate, tol=tol, seed=seed, progress=progress)
+    k, certify = min(FIRST, n, largest), False
     while True:
-        pairs = lanczos(operator, k, tol=tol, seed=seed, dense=False, progress=progress)
+        pairs = growing.pairs(k, certify=certify)
         pairs.unless_interrupted()  # there is no part of a selection to return
         pairs.require_converged()
-        products.count += pairs.matvecs
         tails = _tails(products.space, pairs, vectors, images)
         tail, high = tails.mean(0), tails.mean(0) + 2 * _errors(tails, pairs.values)
         enough = _needed(pairs.values, tail, epsilon) is not None
         # until the number is settled at the upper end of the error bar too
         if _needed(pairs.values, high, epsilon) is not None or k == n or (enough and k == largest):
-            return _selected(pairs, tails, epsilon, exact=False, products=products.count)
-        if k == largest:
+            if certify:
+                return _selected(pairs, tails, epsilon, exact=False, products=products.count)
+            certify = True  # of all attempts only the last has to be complete
+        elif k == largest:
             reached = _shares(pairs.values, tail)[-1]
             raise ValueError(
                 f"{k} eigenpairs hold {reached:.4f} of the energy, short of {1 - epsilon:g}: raise "
                 "largest=, or choose a larger epsilon="
             )
-        k = min(n, largest, _guess(pairs.values, high[-1], epsilon))
+        else:
+            k = min(n, largest, max(k + 1, _guess(pairs.values, high[-1], epsilon)))
+            certify = False
 
 
 def _draw(products: Products, probes: int, seed: int) -> tuple[Tensor, Tensor]:

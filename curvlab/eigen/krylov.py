@@ -21,7 +21,7 @@ import math
 import numpy as np
 import torch
 from curvlab_kernels import ops
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlab.eigen.space import Space
 from curvlab.probe import OperatorError
@@ -221,6 +221,8 @@ class Krylov:
 
     def bring_back(self, first: int) -> None:
         """Make what was set aside when there were ``first`` rows part of the frontier again."""
+        if len(self.aside) == 0:
+            return
         self.coupling[first:, :first] = 0.0
         for held, remainder in zip(self.aside, self.aside_coupling, strict=True):
             target = self.row(self.size)
@@ -233,6 +235,17 @@ class Krylov:
         self.aside = self.aside[:0]
         self.aside_coupling = self.aside_coupling[:0]
         self.chained = False
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` rows; nothing else changes."""
+        more = capacity - self.capacity
+        if more <= 0:
+            return
+        rows = _zeros(capacity, self.rows.shape[1], self.rows.dtype, self.rows.device)
+        rows[: self.size].copy_(self.rows[: self.size])
+        self.rows = rows
+        self.coupling = nn.functional.pad(self.coupling, (0, more, 0, more))
+        self.aside_coupling = nn.functional.pad(self.aside_coupling, (0, more))
 
     def forget(self, m: int) -> None:
         """Go back to the first ``m`` rows, at which :meth:`set_aside` was called."""

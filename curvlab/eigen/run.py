@@ -66,7 +66,7 @@ def run(
                 keeping.checkpoint, solver, asked=asked, certificate=certificate, seconds=seconds
             )
 
-    _iterate(solver, keeping, save, method)
+    iterate(solver, keeping, save, method)
     return eigenpairs(
         solver,
         explicit=explicit,
@@ -76,7 +76,8 @@ def run(
     )
 
 
-def _iterate(solver: Solver, keeping: Keeping, save: Callable[[], None], method: str) -> None:
+def iterate(solver: Solver, keeping: Keeping, save: Callable[[], None], method: str) -> None:
+    """Step until the solve has ended; ``save`` is called now and then, and on Ctrl-C."""
     space = solver.products.space
     line = Progress(method, keeping.progress if space.leads else False)
     saved = solver.products.count

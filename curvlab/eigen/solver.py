@@ -86,6 +86,14 @@ class Solver:
         while self.krylov.frontier < self.options.block and self._add_random():
             pass
 
+    def go_on(self, options: Options) -> None:
+        """Take up a solve that has ended: for more pairs, or to look for hidden copies."""
+        self.krylov.bring_back(self.krylov.multiplied)
+        self.krylov.grow(options.basis + options.reserve)
+        self.options, self.reason = options, ""
+        self.chain, self.doubt, self.converged_at = None, 1.0, None
+        self._judge()
+
     def step(self) -> None:
         """One product (or one block of them), and what follows from it."""
         if self.products.count >= self.options.max_products:
