@@ -23,12 +23,6 @@ SIZES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """These matrices are too small to share: threads would only wait for each other."""
-    torch.set_num_threads(1)
-
-
 def data(model, classes, samples, seed=0):
     generator = torch.Generator().manual_seed(seed)
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]

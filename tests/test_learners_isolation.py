@@ -10,44 +10,16 @@ from curvlab.learners.packnet import PackNet, prunable
 from curvlab.learners.population import ModulePopulation
 from curvlab.learners.powerprop import Powerpropagation
 from curvlab.learners.progressive import Progressive
-from curvlab.learners.spacenet import SpaceNet
 from curvlab.learners.stacked import population_of
 from curvlab.nets import mlp, slim_resnet18, vit_cifar
 from curvlab.nets.powerprop import powerpropagate
 from curvlab.nets.progressive import progressive_mlp
-from curvlab.tasks import Samples, Task
 from curvlab.training import Schedule, learn
+from tests.isolated_learning import SIZES, Watcher, spacenet
+from tests.small_problems import cloud_tasks
 
-
-@pytest.fixture(autouse=True)
-def one_thread(pinned_threads):  # noqa: ARG001 (after it)
-    torch.set_num_threads(1)  # the steps are far too small to share: threads only wait
-
-
-SIZES = (8, 24, 20, 3)
 SEEDS = (1, 2)
 SCHEDULE = Schedule(lr=0.2, epochs=6)
-
-
-def make_tasks(count=3, samples=60, width=8, classes=3, shape=None):
-    """Separable clouds; each task has its own middles, so that one task's solution fails others."""
-    tasks = []
-    for number in range(count):
-        generator = torch.Generator().manual_seed(number)
-        middles = torch.randn(classes, width, generator=generator) * 1.5
-
-        def draw(size, generator=generator, middles=middles):
-            targets = torch.arange(size) % classes
-            noise = torch.randn(size, width, generator=generator) * 0.3
-            inputs = middles[targets] + noise
-            return Samples(inputs if shape is None else inputs.reshape(size, *shape), targets)
-
-        tasks.append(Task(f"task {number}", draw(samples), draw(30), classes))
-    return tasks
-
-
-def spacenet(**options):
-    return SpaceNet((10, 8), (4, 3), (40, 36, 15), **options)
 
 
 # learner, model: every strict isolation learner
@@ -62,32 +34,11 @@ STRICT = {
 }
 
 
-class Watcher:
-    """Keeps each task's logits at its end and compares them after every later task."""
-
-    def __init__(self, learner, tasks):
-        self.tasks, self.kept, self.equal, self.parameters = tasks, [], [], []
-        original = learner.after_task
-
-        def after_task(population, task, samples):
-            original(population, task, samples)
-            now = [self.logits(population, learner, o) for o in range(task + 1)]
-            self.equal += [torch.equal(a, b) for a, b in zip(self.kept, now, strict=False)]
-            self.kept.append(now[task])
-            self.parameters.append(population.parameters.clone())
-
-        learner.after_task = after_task
-
-    def logits(self, population, learner, o):
-        inputs = self.tasks[o].test.inputs.to(population.dtype)
-        return population.logits(inputs, o, learner.weights_for(population, o)).clone()
-
-
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 1e-2}], ids=str)
 @pytest.mark.parametrize("name", STRICT)
 def test_old_tasks_keep_their_logits_to_the_bit_and_new_ones_are_learned(name, options):
     make_learner, make_model = STRICT[name]
-    tasks, learner = make_tasks(), make_learner()
+    tasks, learner = cloud_tasks(), make_learner()
     watcher = Watcher(learner, tasks)
     schedule = Schedule(lr=0.02 if options else 0.2, epochs=10)
     runs = learn(make_model, tasks, learner, schedule, seeds=SEEDS, **options)
@@ -103,7 +54,7 @@ def test_old_tasks_keep_their_logits_to_the_bit_and_new_ones_are_learned(name, o
 def test_without_the_mask_on_gradients_the_bits_change(name):
     """The check above can fail."""
     make_learner, make_model = STRICT[name]
-    tasks, learner = make_tasks(2), make_learner()
+    tasks, learner = cloud_tasks(2), make_learner()
     learner.transform_ = id  # leaves the gradients alone
     watcher = Watcher(learner, tasks)
     learn(make_model, tasks, learner, Schedule(lr=0.1, epochs=2), seeds=[1], weight_decay=1e-2)
@@ -113,7 +64,7 @@ def test_without_the_mask_on_gradients_the_bits_change(name):
 @pytest.mark.parametrize("name", STRICT)
 def test_a_run_stopped_inside_a_task_goes_on_to_the_same_bits(name, tmp_path):
     make_learner, make_model = STRICT[name]
-    tasks = make_tasks(2, samples=40)
+    tasks = cloud_tasks(2, samples=40)
     schedule = Schedule(lr=0.05, epochs=4)
     options = {"seeds": SEEDS, "momentum": 0.5, "weight_decay": 1e-3}
     (whole, _) = learn(make_model, tasks, make_learner(), schedule, **options)
@@ -150,7 +101,7 @@ def trained_packnet(tasks, model=None, **options):
 
 
 def test_packnet_prunes_a_fixed_share_of_what_the_task_owns_in_every_layer():
-    learner, population = trained_packnet(make_tasks(1), fraction=0.75)
+    learner, population = trained_packnet(cloud_tasks(1), fraction=0.75)
     for where in prunable(population):
         owner = learner.owner[:, where]
         size = where.stop - where.start
@@ -162,7 +113,7 @@ def test_packnet_prunes_a_fixed_share_of_what_the_task_owns_in_every_layer():
 def test_packnet_prunes_the_smallest():
     population = population_of([mlp((4, 3, 2), bias=False)], [0])
     learner = PackNet(0.5)
-    learner.before_task(population, 0, make_tasks(1)[0].train)
+    learner.before_task(population, 0, cloud_tasks(1)[0].train)
     before = population.parameters.clone()
     learner.prune_(population)
     for where in prunable(population):
@@ -175,7 +126,7 @@ def test_ties_do_not_prune_more_and_a_count_of_zero_prunes_nothing():
     population = population_of([mlp((4, 3, 1), bias=False)], [0])
     population.parameters.zero_()
     learner = PackNet(0.3)
-    learner.before_task(population, 0, make_tasks(1)[0].train)
+    learner.before_task(population, 0, cloud_tasks(1)[0].train)
     learner.prune_(population)
     first, last = prunable(population)
     assert int((learner.owner[0, first] == 0).sum()) == 3  # of 12 equal ones
@@ -183,12 +134,12 @@ def test_ties_do_not_prune_more_and_a_count_of_zero_prunes_nothing():
 
 
 def test_biases_and_normalisation_belong_to_the_first_task():
-    learner, population = trained_packnet(make_tasks(2))
+    learner, population = trained_packnet(cloud_tasks(2))
     weights = torch.zeros(population.n, dtype=torch.bool)
     for where in prunable(population):
         weights[where] = True
     assert bool((learner.owner[:, ~weights] == 1).all())
-    tasks = make_tasks(2, samples=20, width=48, shape=(3, 4, 4))
+    tasks = cloud_tasks(2, samples=20, width=48, shape=(3, 4, 4))
     net = ModulePopulation(
         [slim_resnet18(3, nf=4, blocks=(1, 1), norm="group", seed=0).float()], [0]
     )
@@ -204,7 +155,7 @@ def test_biases_and_normalisation_belong_to_the_first_task():
 
 
 def test_packnet_isolates_tasks_in_a_transformer():
-    tasks = make_tasks(2, samples=20, width=48, shape=(3, 4, 4))
+    tasks = cloud_tasks(2, samples=20, width=48, shape=(3, 4, 4))
 
     def model(seed):
         return vit_cifar(3, hidden=12, depth=1, heads=2, side=4, patch=2, seed=seed)
@@ -217,7 +168,7 @@ def test_packnet_isolates_tasks_in_a_transformer():
 
 
 def test_batch_norm_is_isolated_when_frozen_and_refused_when_it_would_leak():
-    tasks = make_tasks(2, samples=20, width=48, shape=(3, 4, 4))
+    tasks = cloud_tasks(2, samples=20, width=48, shape=(3, 4, 4))
 
     def model(seed):
         return slim_resnet18(3, nf=4, blocks=(1, 1), seed=seed)
@@ -233,7 +184,7 @@ def test_batch_norm_is_isolated_when_frozen_and_refused_when_it_would_leak():
 
 
 def test_pruned_weights_stay_zero_while_momentum_fine_tunes_the_rest():
-    tasks, learner = make_tasks(1), PackNet(0.5, prune_at=0.5)
+    tasks, learner = cloud_tasks(1), PackNet(0.5, prune_at=0.5)
     population = population_of([mlp(SIZES, seed=0)], [0])
     learn(population, tasks, learner, SCHEDULE, momentum=0.9, weight_decay=1e-2)
     assert bool((population.parameters[learner.owner == 0] == 0).all())
@@ -241,8 +192,8 @@ def test_pruned_weights_stay_zero_while_momentum_fine_tunes_the_rest():
 
 
 def test_a_gradient_that_is_not_finite_does_not_reach_a_frozen_weight():
-    learner, population = trained_packnet(make_tasks(1))
-    learner.before_task(population, 1, make_tasks(1)[0].train)
+    learner, population = trained_packnet(cloud_tasks(1))
+    learner.before_task(population, 1, cloud_tasks(1)[0].train)
     population.gradients.fill_(float("nan"))
     learner.transform_(population)
     assert bool((population.gradients[learner.owner != 2] == 0).all())
@@ -250,7 +201,7 @@ def test_a_gradient_that_is_not_finite_does_not_reach_a_frozen_weight():
 
 
 def test_packnet_says_when_nothing_is_free_and_refuses_impossible_settings():
-    tasks = make_tasks(2)
+    tasks = cloud_tasks(2)
     with pytest.raises(ValueError, match="larger fraction than 0"):
         trained_packnet(tasks, fraction=0.0)
     with pytest.raises(ValueError, match="fraction"):
@@ -260,7 +211,7 @@ def test_packnet_says_when_nothing_is_free_and_refuses_impossible_settings():
 
 
 def test_a_task_is_predicted_with_its_own_and_earlier_weights_only():
-    learner, population = trained_packnet(make_tasks(3))
+    learner, population = trained_packnet(cloud_tasks(3))
     for task in range(3):
         used = learner.weights_for(population, task) != 0
         assert not bool(used[(learner.owner == 0) | (learner.owner > task + 1)].any())
@@ -300,7 +251,7 @@ def test_a_column_is_the_published_formula():
 
 
 def test_a_progressive_network_needs_a_column_per_task():
-    tasks = make_tasks(3)
+    tasks = cloud_tasks(3)
     with pytest.raises(ValueError, match="no column for task 2"):
         learn(
             lambda seed: progressive_mlp(SIZES, 2, seed=seed), tasks, Progressive(), SCHEDULE,

@@ -8,64 +8,16 @@ from curvlab.learners.spacenet import SpaceNet
 from curvlab.learners.stacked import population_of
 from curvlab.nets import mlp
 from curvlab.nets.kwinners import kwinners_mlp
-from curvlab.tasks import Samples, Task
 from curvlab.training import Schedule, learn
+from tests.isolated_learning import SIZES, Watcher, spacenet
+from tests.small_problems import cloud_tasks
 
-
-@pytest.fixture(autouse=True)
-def one_thread(pinned_threads):  # noqa: ARG001 (after it)
-    torch.set_num_threads(1)  # the steps are far too small to share: threads only wait
-
-
-SIZES = (8, 24, 20, 3)
 SEEDS = (1, 2)
 SCHEDULE = Schedule(lr=0.2, epochs=6)
 
 
-def make_tasks(count=3, samples=60, width=8, classes=3, shape=None):
-    """Separable clouds; each task has its own middles, so that one task's solution fails others."""
-    tasks = []
-    for number in range(count):
-        generator = torch.Generator().manual_seed(number)
-        middles = torch.randn(classes, width, generator=generator) * 1.5
-
-        def draw(size, generator=generator, middles=middles):
-            targets = torch.arange(size) % classes
-            noise = torch.randn(size, width, generator=generator) * 0.3
-            inputs = middles[targets] + noise
-            return Samples(inputs if shape is None else inputs.reshape(size, *shape), targets)
-
-        tasks.append(Task(f"task {number}", draw(samples), draw(30), classes))
-    return tasks
-
-
-def spacenet(**options):
-    return SpaceNet((10, 8), (4, 3), (40, 36, 15), **options)
-
-
-class Watcher:
-    """Keeps each task's logits at its end and compares them after every later task."""
-
-    def __init__(self, learner, tasks):
-        self.tasks, self.kept, self.equal, self.parameters = tasks, [], [], []
-        original = learner.after_task
-
-        def after_task(population, task, samples):
-            original(population, task, samples)
-            now = [self.logits(population, learner, o) for o in range(task + 1)]
-            self.equal += [torch.equal(a, b) for a, b in zip(self.kept, now, strict=False)]
-            self.kept.append(now[task])
-            self.parameters.append(population.parameters.clone())
-
-        learner.after_task = after_task
-
-    def logits(self, population, learner, o):
-        inputs = self.tasks[o].test.inputs.to(population.dtype)
-        return population.logits(inputs, o, learner.weights_for(population, o)).clone()
-
-
 def test_spacenet_keeps_the_number_of_connections_while_it_rewires():
-    tasks, learner = make_tasks(2), spacenet()
+    tasks, learner = cloud_tasks(2), spacenet()
     population = population_of([mlp(SIZES, seed=s) for s in SEEDS], SEEDS)
     seen = []
     original = learner.after_step
@@ -94,7 +46,7 @@ def test_spacenet_keeps_the_number_of_connections_while_it_rewires():
 def test_spacenet_drops_the_least_important_and_grows_between_important_neurons():
     population = population_of([mlp((4, 4, 2), bias=False)], [0])
     learner = SpaceNet((3,), (1,), (6, 4), dropped=0.34)
-    learner.before_task(population, 0, make_tasks(1, width=4)[0].train)
+    learner.before_task(population, 0, cloud_tasks(1, width=4)[0].train)
     layer = learner._layers[0]
     importance = layer.weight_of(learner._importance)[0]
     mine = layer.weight_of(learner.owner)[0] == 1
@@ -115,7 +67,7 @@ def test_spacenet_drops_the_least_important_and_grows_between_important_neurons(
 
 
 def test_no_later_task_connects_to_a_reserved_neuron():
-    tasks, learner = make_tasks(3), spacenet()
+    tasks, learner = cloud_tasks(3), spacenet()
     population = population_of([mlp(SIZES, seed=0)], [0])
     reserved = []
     original = learner.after_task
@@ -138,7 +90,7 @@ def test_no_later_task_connects_to_a_reserved_neuron():
 
 
 def test_as_published_later_tasks_disturb_earlier_ones_through_shared_neurons():
-    tasks = make_tasks(3)
+    tasks = cloud_tasks(3)
     equal = {}
     for isolate in (True, False):
         learner = spacenet(isolate=isolate)
@@ -150,7 +102,7 @@ def test_as_published_later_tasks_disturb_earlier_ones_through_shared_neurons():
 
 
 def test_spacenet_refuses_what_it_cannot_allocate():
-    samples = make_tasks(1)[0].train
+    samples = cloud_tasks(1)[0].train
     population = population_of([mlp(SIZES, seed=0)], [0])
     with pytest.raises(ValueError, match="not reserved"):
         SpaceNet((25, 5), (0, 0), (10, 10, 5)).before_task(population, 0, samples)

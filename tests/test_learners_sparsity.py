@@ -17,35 +17,12 @@ from curvlab.learners.stacked import population_of
 from curvlab.nets import mlp, slim_resnet18
 from curvlab.nets.kwinners import KWinners, kwinners_mlp, top_units
 from curvlab.nets.powerprop import effective_weights, power, powerpropagate, root
-from curvlab.tasks import Samples, Task
 from curvlab.training import Schedule, learn
-
-
-@pytest.fixture(autouse=True)
-def one_thread(pinned_threads):  # noqa: ARG001 (after it)
-    torch.set_num_threads(1)  # the steps are far too small to share: threads only wait
-
+from tests.small_problems import cloud_tasks
 
 SIZES = (8, 16, 12, 3)
 SEEDS = (1, 2)
 SCHEDULE = Schedule(lr=0.2, epochs=6)
-
-
-def make_tasks(count=3, samples=60, width=8, classes=3, shape=None):
-    """Separable clouds; each task has its own middles, so that one task's solution fails others."""
-    tasks = []
-    for number in range(count):
-        generator = torch.Generator().manual_seed(number)
-        middles = torch.randn(classes, width, generator=generator) * 1.5
-
-        def draw(size, generator=generator, middles=middles):
-            targets = torch.arange(size) % classes
-            noise = torch.randn(size, width, generator=generator) * 0.3
-            inputs = middles[targets] + noise
-            return Samples(inputs if shape is None else inputs.reshape(size, *shape), targets)
-
-        tasks.append(Task(f"task {number}", draw(samples), draw(30), classes))
-    return tasks
 
 
 # ---- k-winners -----------------------------------------------------------------------------------
@@ -133,7 +110,7 @@ def _won(layer, x, seed):
 
 
 def test_heterogeneous_dropout_steers_later_tasks_to_other_units():
-    tasks = make_tasks(2)
+    tasks = cloud_tasks(2)
 
     def overlap(alpha):
         population = ModulePopulation(
@@ -151,7 +128,7 @@ def test_heterogeneous_dropout_steers_later_tasks_to_other_units():
 
 
 def test_heterogeneous_dropout_wraps_a_learner_and_resumes(tmp_path):
-    tasks = make_tasks(2, samples=40)
+    tasks = cloud_tasks(2, samples=40)
     options = {"seeds": SEEDS, "checkpoint_every": 3}
 
     def model(seed):
@@ -182,7 +159,7 @@ def test_heterogeneous_dropout_wraps_a_learner_and_resumes(tmp_path):
 
 
 def test_on_top_of_gpm_the_stored_inputs_keep_their_outputs():
-    tasks = make_tasks(2, samples=12, width=30)
+    tasks = cloud_tasks(2, samples=12, width=30)
     learner = HeterogeneousDropout(GPM(1.0, samples=12), alpha=1.0)
     population = ModulePopulation(
         [kwinners_mlp((30, 40, 3), 0.3, seed=0, dtype=torch.float64)], [0]
@@ -207,7 +184,7 @@ def test_on_top_of_gpm_the_stored_inputs_keep_their_outputs():
 def test_heterogeneous_dropout_needs_k_winners():
     with pytest.raises(ValueError, match="KWinners"):
         learn(
-            lambda seed: mlp(SIZES, seed=seed), make_tasks(1), HeterogeneousDropout(SGD()),
+            lambda seed: mlp(SIZES, seed=seed), cloud_tasks(1), HeterogeneousDropout(SGD()),
             SCHEDULE, seeds=[0],
         )  # fmt: skip
 
@@ -247,7 +224,7 @@ def test_gradients_are_scaled_by_the_weight_and_vanish_at_zero(generator):
 
 
 def test_free_weights_start_again_from_their_initial_values_not_from_zero():
-    tasks, learner = make_tasks(2), Powerpropagation(0.6)
+    tasks, learner = cloud_tasks(2), Powerpropagation(0.6)
     population = population_of([powerpropagate(mlp(SIZES, seed=0), 2.0)], [0])
     initial = population.parameters.clone()
     learn(population, tasks[:1], learner, SCHEDULE)
@@ -263,7 +240,7 @@ def test_pruning_goes_by_the_size_of_the_weight_that_the_layer_uses():
     population = population_of([model], [0])
     used = torch.cat([w.flatten() for w in effective_weights(model).values()]).abs()
     learner = Powerpropagation(0.5)
-    learner.before_task(population, 0, make_tasks(1)[0].train)
+    learner.before_task(population, 0, cloud_tasks(1)[0].train)
     learner.prune_(population)
     for where in prunable(population):
         kept = learner.owner[0, where] == 1
@@ -273,7 +250,7 @@ def test_pruning_goes_by_the_size_of_the_weight_that_the_layer_uses():
 def test_powerpropagation_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="powerpropagate"):
         learn(
-            lambda seed: mlp(SIZES, seed=seed), make_tasks(1), Powerpropagation(), SCHEDULE,
+            lambda seed: mlp(SIZES, seed=seed), cloud_tasks(1), Powerpropagation(), SCHEDULE,
             seeds=[0],
         )  # fmt: skip
     with pytest.raises(ValueError, match="alpha must be 1"):

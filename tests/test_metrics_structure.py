@@ -25,32 +25,10 @@ from curvlab.operators import Hessian
 from curvlab.parameters import layout_of, parameter_vector, select_parameters
 from curvlab.tasks import Samples, Task
 from curvlab.training import Schedule, learn
-
-
-@pytest.fixture(autouse=True)
-def one_thread(pinned_threads):  # noqa: ARG001 (after it)
-    torch.set_num_threads(1)  # the matrices are too small to share: threads only wait
-
+from tests.dense_truth import Dense, symmetric
 
 NAN = float("nan")
 EXACT = 1e-12  # float64 sums of a few dozen terms
-
-
-class Dense:
-    """A symmetric matrix as an operator that counts its products."""
-
-    def __init__(self, matrix):
-        self.matrix, self.n = matrix, matrix.shape[0]
-        self.dtype, self.device, self.products = matrix.dtype, matrix.device, 0
-
-    def __matmul__(self, vectors):
-        self.products += 1 if vectors.dim() == 1 else vectors.shape[0]
-        return vectors @ self.matrix
-
-
-def symmetric(n, generator, rank=None):
-    factor = torch.randn(n, rank or n, generator=generator, dtype=torch.float64)
-    return factor @ factor.T / n
 
 
 # ---- D and S -------------------------------------------------------------------------------------

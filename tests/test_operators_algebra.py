@@ -21,11 +21,6 @@ from curvlab.probe import LinearOperator, OperatorError, probe
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
 
 
-@pytest.fixture(autouse=True)
-def pinned_threads():
-    torch.set_num_threads(1)
-
-
 def symmetric(n, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     matrix = torch.randn(n, n, generator=generator, dtype=torch.float64)

@@ -11,13 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvlab.batches
 from curvlab.operators import EmpiricalFisher, Fisher, GaussNewton, Hessian, Objective
+from tests.dense_truth import dense_hessian
 
 TOLERANCE = 1e-12  # relative, float64
-
-
-@pytest.fixture(autouse=True)
-def pinned_threads():
-    torch.set_num_threads(1)
 
 
 def network(inputs=4, classes=3):
@@ -32,15 +28,6 @@ def samples(n=11, inputs=4, classes=3):
     return x, torch.randint(0, classes, (n,), generator=generator)
 
 
-def reference(model, objective):
-    """The dense Hessian of ``objective(model)`` by torch's own reverse over reverse."""
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(objective(model), parameters, create_graph=True)
-    flat = torch.cat([g.reshape(-1) for g in gradients])
-    rows = [torch.autograd.grad(entry, parameters, retain_graph=True) for entry in flat]
-    return torch.stack([torch.cat([piece.reshape(-1) for piece in row]) for row in rows])
-
-
 def assert_same(operator, truth):
     error = float((operator.dense() - truth).norm() / truth.norm())
     assert error < TOLERANCE, f"relative error {error:.1e}"
@@ -50,13 +37,13 @@ def assert_same(operator, truth):
 def test_a_short_last_batch_counts_by_its_size(chunk):
     model, (x, y) = network(), samples()
     batches = [(x[:5], y[:5]), (x[5:10], y[5:10]), (x[10:], y[10:])]
-    truth = reference(model, lambda m: F.cross_entropy(m(x), y))
+    truth = dense_hessian(model, lambda m: F.cross_entropy(m(x), y))
     assert_same(Hessian(model, nn.CrossEntropyLoss(), batches, chunk=chunk), truth)
 
 
 def test_all_forms_of_data_are_the_same_operator():
     model, (x, y) = network(), samples()
-    truth = reference(model, lambda m: F.cross_entropy(m(x), y))
+    truth = dense_hessian(model, lambda m: F.cross_entropy(m(x), y))
 
     @dataclass
     class Samples:
@@ -80,7 +67,7 @@ def test_all_forms_of_data_are_the_same_operator():
 )
 def test_a_sum_stays_a_sum(loss):
     model, (x, y) = network(), samples()
-    truth = reference(model, lambda m: F.cross_entropy(m(x), y, reduction="sum"))
+    truth = dense_hessian(model, lambda m: F.cross_entropy(m(x), y, reduction="sum"))
     operator = Hessian(model, loss, [(x[:4], y[:4]), (x[4:], y[4:])], chunk=3)
     assert_same(operator, truth)
     assert operator.loss == pytest.approx(float(F.cross_entropy(model(x), y)) * len(x))
@@ -115,7 +102,7 @@ def test_class_weights_are_refused_until_count_says_what_the_mean_divides_by(ord
     operator = Hessian(
         model, loss, (x, y), chunk=4, count=lambda batch: loss.weight[batch[1]].sum()
     )
-    assert_same(operator, reference(model, lambda m: loss(m(x), y)))
+    assert_same(operator, dense_hessian(model, lambda m: loss(m(x), y)))
 
 
 def test_class_weights_are_noticed_even_if_every_chunk_is_of_one_class():
@@ -133,7 +120,7 @@ def test_ignored_targets_are_refused_until_count_leaves_them_out():
     operator = Hessian(
         model, F.cross_entropy, (x, y), chunk=2, count=lambda b: float((b[1] != -100).sum())
     )
-    assert_same(operator, reference(model, lambda m: F.cross_entropy(m(x), y)))
+    assert_same(operator, dense_hessian(model, lambda m: F.cross_entropy(m(x), y)))
 
 
 def test_a_wrong_reduction_is_refused():
@@ -152,7 +139,9 @@ def test_coupled_samples_are_refused_unless_batches_stay_whole():
     with pytest.raises(ValueError, match="coupled"):
         Hessian(model, Objective(contrastive), [x[:8], x[8:]])
     operator = Hessian(model, Objective(contrastive), [x[:8], x[8:]], chunk="batch")
-    truth = reference(model, lambda m: (8 * contrastive(m, x[:8]) + 4 * contrastive(m, x[8:])) / 12)
+    truth = dense_hessian(
+        model, lambda m: (8 * contrastive(m, x[:8]) + 4 * contrastive(m, x[8:])) / 12
+    )
     assert_same(operator, truth)
 
 
@@ -174,7 +163,7 @@ def test_time_first_batches_need_a_count():
     with pytest.raises(ValueError, match="count="):
         Hessian(model, F.cross_entropy, batches)
     operator = Hessian(model, F.cross_entropy, batches, count=lambda b: len(b[1]))
-    truth = reference(
+    truth = dense_hessian(
         model, lambda m: sum(len(y) * F.cross_entropy(m(x), y) for x, y in batches) / 8
     )
     assert_same(operator, truth)
@@ -188,7 +177,7 @@ def test_an_objective_of_model_and_batch_is_differentiated_as_it_is():
         return F.cross_entropy(m(batch["x"]), batch["y"]) + 0.1 * penalty
 
     operator = Hessian(model, Objective(objective), {"x": x, "y": y}, chunk=4)
-    assert_same(operator, reference(model, lambda m: objective(m, {"x": x, "y": y})))
+    assert_same(operator, dense_hessian(model, lambda m: objective(m, {"x": x, "y": y})))
 
 
 def test_an_objective_may_ignore_its_argument_and_use_the_model_it_closed_over():
@@ -196,7 +185,7 @@ def test_an_objective_may_ignore_its_argument_and_use_the_model_it_closed_over()
     operator = Hessian(
         model, Objective(lambda _, b: F.cross_entropy(model(b[0]), b[1])), (x, y), chunk=4
     )
-    assert_same(operator, reference(model, lambda m: F.cross_entropy(m(x), y)))
+    assert_same(operator, dense_hessian(model, lambda m: F.cross_entropy(m(x), y)))
 
 
 @dataclass
@@ -221,7 +210,7 @@ def test_dict_batches_work_with_a_loss_of_logits_and_with_the_models_own_loss():
     model, (x, y) = Classifier(), samples()
     scale = torch.rand(11, 1, dtype=torch.float64)
     data = {"features": x, "scale": scale, "labels": y}
-    truth = reference(model, lambda m: F.cross_entropy(m.body(x * scale), y))
+    truth = dense_hessian(model, lambda m: F.cross_entropy(m.body(x * scale), y))
     assert_same(Hessian(model, None, data, chunk=3), truth)
     assert_same(Hessian(model, F.cross_entropy, [data], chunk=3), truth)
     outer = GaussNewton(model, F.cross_entropy, data, chunk=3).dense()
@@ -233,7 +222,7 @@ def test_several_inputs_are_passed_as_arguments():
     data = ((x, torch.tanh(x)), y)
     assert_same(
         Hessian(model, F.cross_entropy, data),
-        reference(model, lambda m: F.cross_entropy(m(x, torch.tanh(x)), y)),
+        dense_hessian(model, lambda m: F.cross_entropy(m(x, torch.tanh(x)), y)),
     )
 
 

@@ -14,13 +14,9 @@ from curvlab.operators import (
     Objective,
 )
 from curvlab.probe import OperatorError
+from tests.dense_truth import dense_hessian, relative
 
 TOLERANCE = 1e-12  # relative, float64
-
-
-@pytest.fixture(autouse=True)
-def pinned_threads():
-    torch.set_num_threads(1)
 
 
 def seeded(build):
@@ -37,18 +33,6 @@ def samples(n=12):
 
 def network(*middle):
     return seeded(lambda: nn.Sequential(nn.Linear(4, 4), *middle, nn.Tanh(), nn.Linear(4, 3)))
-
-
-def reference(model, objective):
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(objective(model), parameters, create_graph=True)
-    flat = torch.cat([g.reshape(-1) for g in gradients])
-    rows = [torch.autograd.grad(entry, parameters, retain_graph=True) for entry in flat]
-    return torch.stack([torch.cat([piece.reshape(-1) for piece in row]) for row in rows])
-
-
-def relative(matrix, truth):
-    return float((matrix - truth).norm() / truth.norm())
 
 
 @pytest.mark.parametrize(
@@ -86,7 +70,7 @@ def test_eval_mode_is_used_without_changing_the_model():
     x, y = samples()
     operator = Hessian(model, F.cross_entropy, (x, y), mode="eval")
     assert all(module.training for module in model.modules())
-    truth = reference(model.eval(), lambda m: F.cross_entropy(m(x), y))
+    truth = dense_hessian(model.eval(), lambda m: F.cross_entropy(m(x), y))
     assert relative(operator.dense(), truth) < TOLERANCE
 
 
@@ -126,7 +110,7 @@ def test_train_mode_batch_norm_is_refused_unless_batch_statistics_are_asked_for(
     def objective(m):
         return (7 * F.cross_entropy(m(x[:7]), y[:7]) + 5 * F.cross_entropy(m(x[7:]), y[7:])) / 12
 
-    assert relative(matrix, reference(model, objective)) < TOLERANCE
+    assert relative(matrix, dense_hessian(model, objective)) < TOLERANCE
 
 
 def test_batch_norm_without_running_statistics_is_refused_in_eval_mode_too():

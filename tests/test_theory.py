@@ -24,20 +24,7 @@ from curvlab.theory import (
     slope_score,
     softmax_curvature,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread(pinned_threads):  # noqa: ARG001 (after it)
-    torch.set_num_threads(1)  # the matrices are too small to share: threads only wait
-
-
-class Dense:
-    def __init__(self, matrix):
-        self.matrix, self.n = matrix, matrix.shape[0]
-        self.dtype, self.device = matrix.dtype, matrix.device
-
-    def __matmul__(self, vectors):
-        return vectors @ self.matrix
+from tests.dense_truth import Dense
 
 
 def low_rank(n, rank, generator):

@@ -17,12 +17,6 @@ from curvlab.theory import (
     softmax_curvature,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread(pinned_threads):  # noqa: ARG001 (after it)
-    torch.set_num_threads(1)  # the matrices are too small to share: threads only wait
-
-
 ZERO = 1e-12  # what float64 leaves of an exact zero at the sizes used here
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from curvlab.learners import EWC, GPM, OGD, SGD, SGDDagger
-from curvlab.nets import mlp, slim_resnet18
+from curvlab.nets import mlp
 from curvlab.storage import StorageError
-from curvlab.tasks.samples import Samples, Task
 from curvlab.training import Schedule, learn
+from tests.small_problems import make_tasks, resnet
 
 SEEDS = (11, 13)
 SCHEDULE = Schedule(0.1, 0.05, epochs=2)
@@ -30,14 +30,9 @@ LEARNERS = {
 }
 
 
-def make_tasks(count=3, train=36, test=10, shape=(6,)):
-    generator = torch.Generator().manual_seed(5)
-    tasks = []
-    for t in range(count):
-        inputs = torch.randn(train + test, *shape, generator=generator)
-        samples = Samples(inputs, inputs.flatten(1)[:, t : t + 3].argmax(1))
-        tasks.append(Task(f"task{t}", samples[:train], samples[train:], 3))
-    return tasks
+def three_tasks():
+    """Eight steps each: four an epoch, the last of them short."""
+    return make_tasks(3, train=36)
 
 
 def build(seed):
@@ -79,41 +74,39 @@ def same(runs, others):
 @pytest.mark.parametrize("name", LEARNERS)
 def test_ctrl_c_inside_any_task_loses_nothing(name, tmp_path):
     make = LEARNERS[name]
-    whole = learn(build, make_tasks(), make(), SCHEDULE, seeds=SEEDS, momentum=0.5)
+    whole = learn(build, three_tasks(), make(), SCHEDULE, seeds=SEEDS, momentum=0.5)
     file = tmp_path / "run.safetensors"
     for moment in ((0, 2), (1, 0), (2, 5), (2, 7)):
         interrupted = Interrupt(make(), moment).learner
         with pytest.raises(KeyboardInterrupt):
             learn(
-                build, make_tasks(), interrupted, SCHEDULE,
+                build, three_tasks(), interrupted, SCHEDULE,
                 seeds=SEEDS, momentum=0.5, checkpoint=file,
             )  # fmt: skip
     resumed = learn(
-        build, make_tasks(), make(), SCHEDULE, seeds=SEEDS, momentum=0.5, checkpoint=file
+        build, three_tasks(), make(), SCHEDULE, seeds=SEEDS, momentum=0.5, checkpoint=file
     )
     same(resumed, whole)
     # and a finished file gives the runs again, without a step
-    again = learn(build, make_tasks(), make(), SCHEDULE, seeds=SEEDS, momentum=0.5, checkpoint=file)
+    again = learn(
+        build, three_tasks(), make(), SCHEDULE, seeds=SEEDS, momentum=0.5, checkpoint=file
+    )
     same(again, whole)
 
 
 @pytest.mark.parametrize("policy", ["running", "freeze", "per_task"])
 def test_statistics_of_batchnorm_are_part_of_the_checkpoint(policy, tmp_path):
     tasks = make_tasks(2, train=16, test=6, shape=(3, 8, 8))
-
-    def network(seed):
-        return slim_resnet18(3, nf=2, blocks=(1,), seed=seed)
-
     options = {"seeds": SEEDS, "batch_size": 4, "batchnorm": policy}
-    whole = learn(network, tasks, SGD(), SCHEDULE, **options)
+    whole = learn(resnet, tasks, SGD(), SCHEDULE, **options)
     file = tmp_path / "run.safetensors"
     for moment in ((0, 3), (1, 2)):
         with pytest.raises(KeyboardInterrupt):
             learn(
-                network, tasks, Interrupt(SGD(), moment).learner, SCHEDULE,
+                resnet, tasks, Interrupt(SGD(), moment).learner, SCHEDULE,
                 checkpoint=file, **options,
             )  # fmt: skip
-    same(learn(network, tasks, SGD(), SCHEDULE, checkpoint=file, **options), whole)
+    same(learn(resnet, tasks, SGD(), SCHEDULE, checkpoint=file, **options), whole)
 
 
 class Crash(Exception):
@@ -137,7 +130,7 @@ def test_a_crash_costs_only_the_steps_since_the_last_checkpoint(tmp_path):
             super().after_task(population, task, samples)
 
     def arguments():
-        return build, make_tasks()
+        return build, three_tasks()
 
     options = {"seeds": SEEDS, "checkpoint": tmp_path / "run.safetensors", "checkpoint_every": 3}
     whole = learn(*arguments(), GPM(0.9, bias="augmented"), SCHEDULE, seeds=SEEDS)
@@ -181,7 +174,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
 
 def test_without_a_checkpoint_ctrl_c_interrupts_at_once():
     with pytest.raises(KeyboardInterrupt):
-        learn(build, make_tasks(), Interrupt(SGD(), (1, 3)).learner, SCHEDULE, seeds=SEEDS)
+        learn(build, three_tasks(), Interrupt(SGD(), (1, 3)).learner, SCHEDULE, seeds=SEEDS)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
