@@ -74,7 +74,8 @@ def results_of(store: Store, experiment: Experiment, size: str) -> dict[int, Res
 def measure(work: Work, place: Place) -> dict[int, Metrics]:
     """The metrics of a label, those that are missing computed now and appended to the store."""
     experiment, store = find(work.label), place.store
-    shelf = Shelf(store, place.data, work.command, place.progress, place.device)
+    command = work.command + (f" --device {place.device}" if place.device != "cpu" else "")
+    shelf = Shelf(store, place.data, command, place.progress, place.device)
     if work.training is not None:
         shelf.runs(work.training, work.seeds)
         return {}
@@ -90,7 +91,7 @@ def measure(work: Work, place: Place) -> dict[int, Metrics]:
             seconds = time.perf_counter() - began
             store.append([
                 make_result(experiment.label, work.size, seed, config, metrics, seconds,
-                            experiment.version, work.command)
+                            experiment.version, command)
             ])  # fmt: skip
     known = results_of(store, experiment, work.size)
     return {seed: known[seed].metrics for seed in work.seeds}

@@ -10,6 +10,7 @@ from curvlab.parameters import parameter_count
 from experiments import extension, extension_cifar10, perturbation, perturbation_sizes
 from experiments.choices import LEARNERS, NETWORKS, STREAMS
 from experiments.curvature import hessian_samples
+from experiments.runner import Place, Work, measure
 from experiments.shelf import Shelf, Training
 from experiments.store import Store
 
@@ -127,3 +128,11 @@ def test_networks_and_samples_are_on_the_device_that_was_asked_for(tmp_path):
     shelf = Shelf(Store(tmp_path), device="meta")  # no such numbers, but a device like any other
     assert {p.device.type for p in shelf.model(TINY, 11).parameters()} == {"meta"}
     assert hessian_samples(shelf, TINY, 11, 0).inputs.device.type == "meta"
+
+
+def test_a_result_says_on_which_device_it_was_made(tmp_path):
+    work = Work("random baselines", "demo", (11,))
+    for device, said in (("cpu", work.command), ("cuda", f"{work.command} --device cuda")):
+        place = Place(tmp_path / device, device=device)  # nothing of this label runs on a device
+        measure(work, place)
+        assert [result.command for result in place.store.results()] == [said]
