@@ -81,7 +81,7 @@ def _top(
             tag("strong", f"{verdicts['disagree']} disagree", class_="disagree"),
             f" and {verdicts['not tested']} are not tested, in {len(best)} of {len(experiments)} "
             "experiments.",
-            f" Of {sum(own.values())} checks of our own {own['agree']} hold." if own else None,
+            f" Of {sum(own.values())} checks beyond the paper {own['agree']} hold." if own else None,
             class_="lead",
         )  # fmt: skip
         full = sum(found.size == "full" for found in best)
@@ -187,7 +187,7 @@ def _body(found: Finding, pictures: Mapping[str, bytes]) -> Iterator[Markup]:
 
 
 def _text(claim: Claim) -> str:
-    return _dagger(f"our own check: {claim.text}" if claim.ours else claim.text)
+    return _dagger(f"beyond the paper: {claim.text}" if claim.ours else claim.text)
 
 
 def _dagger(text: str) -> str:

@@ -101,7 +101,7 @@ class Claim:
     text: str
     verdict: str  # agree, disagree, not tested
     measured: str
-    ours: bool = False  # a check that the paper does not make
+    ours: bool = False  # not in the paper, or of a network or stream that it does not have
 
     def __str__(self) -> str:
         return f"  {self.verdict:<10} {self.text} ({self.measured})"

@@ -140,7 +140,7 @@ def test_ours_stands_beside_the_papers_with_the_command_that_made_it(tmp_path):
         assert fact in text
 
 
-def test_checks_of_our_own_are_not_counted_as_the_papers(tmp_path):
+def test_checks_beyond_the_paper_are_not_counted_as_the_papers(tmp_path):
     def with_own(config, metrics):
         return [*claims(config, metrics), Claim("not vacuous", "agree", "0.9", ours=True)]
 
@@ -148,8 +148,8 @@ def test_checks_of_our_own_are_not_counted_as_the_papers(tmp_path):
     add(store, one, "full")
     text, _ = page(store, tmp_path / "out", one)
     assert "Of 3 claims of the paper" in text
-    assert "Of 1 checks of our own 1 hold" in text
-    assert "our own check: not vacuous" in text
+    assert "Of 1 checks beyond the paper 1 hold" in text
+    assert "beyond the paper: not vacuous" in text
 
 
 def test_numbers_of_smaller_sizes_are_not_called_near(tmp_path):
