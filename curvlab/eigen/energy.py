@@ -166,7 +166,10 @@ def _needed(values: Tensor, tail: Tensor, epsilon: float) -> int | None:
 
 
 def _guess(values: Tensor, tail: Tensor, epsilon: float) -> int:
-    """How many pairs to try next: squares go on falling as they did over the last half."""
+    """How many pairs to try next: squares go on falling as they did over the last half.
+
+    At most twice as many: an attempt that falls short loses nothing, for the next goes on from it.
+    """
     squares = (values.cpu() ** 2).clamp_min(1e-300)
     k = len(squares)
     half = max(1, k // 2)
@@ -175,11 +178,11 @@ def _guess(values: Tensor, tail: Tensor, epsilon: float) -> int:
     total = float(squares.sum()) + rest
     missing = rest - epsilon * total
     if rate >= -1e-9:
-        return 4 * k
+        return 2 * k
     # sum of squares[-1] * exp(rate * i), i = 1..j, reaches what is missing
     ratio = 1.0 - missing * (1.0 - math.exp(rate)) / (float(squares[-1]) * math.exp(rate))
-    more = math.log(ratio) / rate if ratio > 0.0 else 3 * k
-    return min(4 * k, k + max(4, math.ceil(1.25 * more)))
+    more = math.log(ratio) / rate if ratio > 0.0 else k
+    return min(2 * k, k + max(4, math.ceil(1.25 * more)))
 
 
 def _selected(
