@@ -52,6 +52,13 @@ def moved(model, before, basis, select=None):
     return float(inside / before.norm()), float(change.norm() / before.norm())
 
 
+def moved_by_training(model, optimizer, basis, dtype=torch.float32):
+    """What five steps move: along the basis, and altogether."""
+    before = parameter_vector(model)
+    train(model, optimizer, dtype=dtype)
+    return moved(model, before, basis)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_optimizer_moves_along_the_basis(name, dtype):
@@ -59,9 +66,7 @@ def test_no_optimizer_moves_along_the_basis(name, dtype):
     basis = random_basis(parameter_count(model), 9, dtype)
     optimizer = OPTIMIZERS[name](model.parameters())
     handle = protect(optimizer, basis)
-    before = parameter_vector(model)
-    train(model, optimizer, dtype=dtype)
-    inside, total = moved(model, before, basis)
+    inside, total = moved_by_training(model, optimizer, basis, dtype)
     assert inside <= TOLERANCE[dtype]
     assert total > 1e-3, "it still learns"
     assert 0.0 < handle.removed < 1.0
@@ -71,23 +76,21 @@ def test_no_optimizer_moves_along_the_basis(name, dtype):
 def test_without_protection_the_same_steps_leak(name):
     model = mlp((7, 5, 3), seed=0)
     basis = random_basis(parameter_count(model), 9)
-    before = parameter_vector(model)
-    train(model, OPTIMIZERS[name](model.parameters()))
-    assert moved(model, before, basis)[0] > 1e-3
+    optimizer = OPTIMIZERS[name](model.parameters())
+    assert moved_by_training(model, optimizer, basis)[0] > 1e-3
 
 
 def test_projecting_gradients_alone_would_leak_with_adam_and_with_decay():
     for make in (OPTIMIZERS["AdamW"], OPTIMIZERS["SGD, momentum, decay"]):
         model = mlp((7, 5, 3), seed=0)
-        basis, before = random_basis(parameter_count(model), 9), parameter_vector(model)
+        basis = random_basis(parameter_count(model), 9)
         optimizer = make(model.parameters())
 
         def project(*_, basis=basis, model=model):
             basis.project_gradients_(model.parameters())
 
         optimizer.register_step_pre_hook(project)
-        train(model, optimizer)
-        assert moved(model, before, basis)[0] > 1e-4
+        assert moved_by_training(model, optimizer, basis)[0] > 1e-4
 
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.05)])
@@ -117,9 +120,7 @@ def test_rows_added_later_are_protected_though_momentum_points_along_them():
     train(model, optimizer)
     buffers = [optimizer.state[p]["momentum_buffer"].reshape(-1) for p in model.parameters()]
     basis.append(torch.cat(buffers))
-    before = parameter_vector(model)
-    train(model, optimizer)
-    assert moved(model, before, basis)[0] <= TOLERANCE[torch.float32]
+    assert moved_by_training(model, optimizer, basis)[0] <= TOLERANCE[torch.float32]
 
 
 def test_groups_in_another_order_need_the_model_and_then_work():
@@ -133,9 +134,7 @@ def test_groups_in_another_order_need_the_model_and_then_work():
     with pytest.raises(ValueError, match=r"2 groups of parameters.*pass model="):
         protect(optimizer, basis)
     protect(optimizer, basis, model)
-    before = parameter_vector(model)
-    train(model, optimizer)
-    assert moved(model, before, basis)[0] <= TOLERANCE[torch.float32]
+    assert moved_by_training(model, optimizer, basis)[0] <= TOLERANCE[torch.float32]
 
 
 def test_a_part_that_is_not_trained_stays_and_the_rest_makes_up_for_it():
@@ -145,9 +144,8 @@ def test_a_part_that_is_not_trained_stays_and_the_rest_makes_up_for_it():
     rest = [p for p in model.parameters() if p is not first]
     optimizer = torch.optim.AdamW(rest, lr=1e-2)
     protect(optimizer, basis, model)
-    before, kept = parameter_vector(model), first.detach().clone()
-    train(model, optimizer)
-    inside, total = moved(model, before, basis)
+    kept = first.detach().clone()
+    inside, total = moved_by_training(model, optimizer, basis)
     assert torch.equal(first, kept)
     assert inside <= TOLERANCE[torch.float32]
     assert total > 1e-3
@@ -218,9 +216,7 @@ def test_a_narrow_basis_protects_the_span_that_it_stores():
     basis.extend(torch.randn(9, n, generator=torch.Generator().manual_seed(1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     protect(optimizer, basis)
-    before = parameter_vector(model)
-    train(model, optimizer)
-    assert moved(model, before, basis)[0] <= TOLERANCE[torch.float32]
+    assert moved_by_training(model, optimizer, basis)[0] <= TOLERANCE[torch.float32]
 
 
 def test_bad_arguments_are_refused_with_the_cure():
