@@ -81,7 +81,7 @@ def _top(
             tag("strong", f"{verdicts['disagree']} disagree", class_="disagree"),
             f" and {verdicts['not tested']} are not tested, in {len(best)} of {len(experiments)} "
             "experiments.",
-            f" Of {sum(own.values())} checks beyond the paper {own['agree']} hold." if own else None,
+            f" Of {own.total()} checks beyond the paper {own['agree']} hold." if own else None,
             class_="lead",
         )  # fmt: skip
         full = sum(found.size == "full" for found in best)
