@@ -210,7 +210,6 @@ def test_a_rank_hears_of_another_ranks_failure_and_the_job_goes_on(said):
     [
         ("raises", "rank {other}: rank {victim} failed: ValueError: sample 17 is damaged"),
         ("leaves", "rank {victim}: done"),
-        ("hangs", "rank {victim}: after collective 1 (a first sum)"),
         ("goes another way", "rank {victim}: in collective 2 (another collective)"),
     ],
 )
@@ -224,7 +223,7 @@ def test_a_rank_that_fails_or_goes_another_way_ends_the_job(how, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "victim"), [(4, 0), (4, 2), (4, 3), (8, 5)])
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 1), (4, 0), (4, 3), (8, 5)])
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -243,8 +242,8 @@ def test_the_right_one_of_many_ranks_is_named(how, text, ranks, victim):
 
 
 def test_no_process_outlives_its_time(tmp_path):
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish within 6 s"):
-        launch(sleeping, 2, tmp_path, timeout=6)
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish within 4 s"):
+        launch(sleeping, 2, tmp_path, timeout=4)
     pids = [int(file.read_text()) for file in tmp_path.iterdir()]
     assert len(pids) == 2
     for pid in pids:

@@ -1,9 +1,12 @@
 """Plans for ranks and machines that are not here."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from benchmarks.measure import read_rows
+from benchmarks.scaling import curve
 from curvlab.cli import main
 from curvlab.plan.formulae import LATENCY, communication, memories, talking_seconds
 
@@ -62,3 +65,11 @@ def test_a_message_costs_time_however_short():
 
 def test_more_rows_than_a_rank_has_elements_can_fit():
     assert memories(1000, 10, 10**9, ranks=8)[0].rows_that_fit == 1000
+
+
+def test_the_guide_shows_what_was_counted():
+    root = Path(__file__).parent.parent
+    guide = (root / "curvlab" / "guide" / "scaling.md").read_text()
+    rows = read_rows(root / "benchmarks" / "rows" / "distributed.csv")
+    assert {entry.x for entry in rows} == {1, 2, 4, 8}
+    assert curve(rows) in guide
