@@ -23,10 +23,21 @@ from experiments.shelf import Training
 from experiments.tables import Metrics
 
 RATES = (LOW, HIGH)
-# At the size "few": seeds of the dear learners at the low rate, half an hour to an hour each.
-FEW: tuple[int, ...] = (11,)
-Few = tuple[int, ...] | None  # the only seeds of the dear learners there; None: all
-DEAR = ("SGD-dagger", "OGD")  # hundreds of directions to project out in every step
+
+
+@dataclass(frozen=True)
+class Only:
+    """A learner that is trained for some seeds only at a rate, being dear there."""
+
+    learner: str
+    rate: str
+    seeds: tuple[int, ...]
+
+
+Few = tuple[Only, ...] | None  # what is left out; None: nothing
+# At the size "few". SGD-dagger projects out hundreds of directions in every step, OGD thousands,
+# and the low rate has three times the steps: half an hour to hours for a seed.
+FEW: Few = (Only("SGD-dagger", LOW, (11, 13)), Only("OGD", HIGH, (11,)), Only("OGD", LOW, ()))
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,7 @@ class Rotated:
             self.training(rate, learner)
             for rate in reversed(RATES)
             for learner in learners
-            if few is None or not _dear(learner, rate)
+            if not any((one.learner, one.rate) == (learner, rate) for one in few or ())
         ]
 
     @property
@@ -116,21 +127,20 @@ COMPARISON_COST = {
 }  # fmt: skip
 
 
-def _dear(learner: str, rate: str) -> bool:
-    return learner in DEAR and rate == LOW  # three times the steps of the high rate
-
-
 def seeds_of(learner: str, rate: str, seeds: Sequence[int], few: Few) -> list[int]:
     """Those of ``seeds`` for which a label trains ``learner`` at ``rate``."""
-    return [seed for seed in seeds if few is None or not _dear(learner, rate) or seed in few]
+    limits = [one.seeds for one in few or () if (one.learner, one.rate) == (learner, rate)]
+    return [seed for seed in seeds if all(seed in some for some in limits)]
 
 
 def caption(stream: Rotated, few: Few) -> str:
     """The stream's, with what was left out."""
-    if few is None:
-        return stream.caption
-    seeds = f"seed {', '.join(map(str, few))} only" if few else "left out"
-    return f"{stream.caption} ({' and '.join(DEAR)} at the low rate: {seeds})"
+    notes = [
+        f"{one.learner} at {one.rate}: "
+        + (f"seed {', '.join(map(str, one.seeds))} only" if one.seeds else "left out")
+        for one in few or ()
+    ]
+    return f"{stream.caption} ({'; '.join(notes)})" if notes else stream.caption
 
 
 def outcome(run: Run) -> Metrics:
