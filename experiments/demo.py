@@ -186,7 +186,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     claims=claims,
     figure=figure,
-    cost={"demo": "3 min"},
+    cost={"demo": "about 1 min"},
 )
 
 

@@ -49,6 +49,8 @@ class Listing(Protocol):
     @property
     def entries(self) -> tuple[Entry, ...]: ...
     @property
+    def label(self) -> str: ...
+    @property
     def caption(self) -> str: ...
     def training(self, entry: Entry) -> Training: ...
 
@@ -57,6 +59,10 @@ class Listing(Protocol):
 class Config:
     stream: Rotated = FULL
     entries: tuple[Entry, ...] = ENTRIES
+
+    @property
+    def label(self) -> str:
+        return "extension"
 
     @property
     def caption(self) -> str:
@@ -109,7 +115,7 @@ def row_of(entry: Entry) -> str:
 
 def tables(config: Listing, metrics: BySeed) -> list[Table]:
     title = f"all learners {config.caption}"
-    table = Table("extension", title, ("E(T)", "a(T)", "a_tt", "parameters"))
+    table = Table(config.label, title, ("E(T)", "a(T)", "a_tt", "parameters"))
     for entry in config.entries:
         name, row = _name(entry), row_of(entry)
         group = [one[name] for one in metrics.values() if name in one]

@@ -31,6 +31,10 @@ class Config:
     entries: tuple[Entry, ...] = ENTRIES
 
     @property
+    def label(self) -> str:
+        return "extension CIFAR-10"
+
+    @property
     def caption(self) -> str:
         one = self.stream
         images = f"{one.train or 'all'} {'embedded ' if one.embedded else ''}images a task"

@@ -72,7 +72,7 @@ def _top(
               class_="soft")  # fmt: skip
     if not best:
         yield tag("p", "There are no results yet. ", tag("code", "python -m experiments run all"),
-                  " makes those of the smallest size in half an hour.", class_="lead")  # fmt: skip
+                  " makes those of the smallest size.", class_="lead")  # fmt: skip
     else:
         yield tag(
             "p",

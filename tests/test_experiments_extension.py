@@ -65,6 +65,7 @@ def test_every_learner_of_the_library_runs_on_cifar10_with_the_network_that_its_
         assert 0.0 <= table.mean(row, "a_tt") <= 1.0
         network = NETWORKS[entry.network].build(0, 2, 3)
         assert table.mean(row, "parameters") == parameter_count(network)
+    assert table.label == extension_cifar10.EXPERIMENT.label, "its CSV must not be the other's"
     assert "SGD-dagger (k = 20, MLP)" in table.rows
     assert "SpaceNet, told the task (MLP)" in table.rows
     assert "Progressive, told the task (an MLP per task)" in table.rows
