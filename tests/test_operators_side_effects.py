@@ -15,11 +15,6 @@ from curvlab.probe import OperatorError
 KINDS = [Hessian, GaussNewton, FunctionalHessian, EmpiricalFisher]
 
 
-@pytest.fixture(autouse=True)
-def pinned_threads():
-    torch.set_num_threads(1)
-
-
 class Network(nn.Module):
     """BatchNorm, a counter, a cache of activations, a tied and a frozen parameter, two heads."""
 
