@@ -27,11 +27,6 @@ STEP = 2e-4
 SAMPLES = 5
 
 
-@pytest.fixture(autouse=True)
-def pinned_threads():
-    torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
-
-
 class Function(nn.Module):
     """A module from layers and a function of (layers, inputs)."""
 

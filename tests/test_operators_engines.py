@@ -19,13 +19,9 @@ from curvlab.operators import (
 from curvlab.operators.products import choose, memory
 from curvlab.operators.products.linearise import linearise
 from curvlab.probe import OperatorError
+from tests.dense_truth import relative
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}  # between engines, relative
-
-
-@pytest.fixture(autouse=True)
-def pinned_threads():
-    torch.set_num_threads(1)
 
 
 def network(dtype=torch.float64):
@@ -48,10 +44,6 @@ def vectors(operator, count=3):
     generator = torch.Generator().manual_seed(2)
     block = torch.randn(count, operator.n, generator=generator, dtype=torch.float64)
     return block.to(operator.dtype)
-
-
-def relative(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
