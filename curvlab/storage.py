@@ -25,6 +25,7 @@ from torch import Tensor
 FORMAT = 1
 HEADER_BYTES = 100_000_000  # the format's own limit
 PIECE_BYTES = 1 << 24  # read at a time from a file that may be larger than the memory
+ALIGNMENT = 64  # bytes, of what torch allocates
 
 # torch's dtypes by the names that safetensors files use.
 DTYPES = {
@@ -103,7 +104,7 @@ def load_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: _aligned(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
     text = header.get("curvlab")
@@ -112,6 +113,11 @@ def load_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
     if header.get("sha256") != _digest(text, tensors):
         raise StorageError(f"{path} is damaged: its checksum does not match its content")
     return tensors, _checked_manifest(path, text, kind)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Where torch would have put it: some libraries round differently at another address."""
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
+from curvlab_kernels.ops import padded
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -64,14 +65,23 @@ class Population(ABC):
         self._named = [select_parameters(model) for model in models]
         self.layout: Layout = layout_of(self._named[0])
         _check_alike(self._named, self.layout)
-        self.parameters = torch.stack([self.layout.flatten(n.values()) for n in self._named])
-        self.gradients = torch.zeros_like(self.parameters)
+        stacked = torch.stack([self.layout.flatten(n.values()) for n in self._named])
+        self.parameters = self._rows(stacked).copy_(stacked)
+        self.gradients = self._rows(stacked)
         self.velocity: Tensor | None = None
         self.statistics = RunningStatistics(self.models, batchnorm)
         self.takes_task = "task" in inspect.signature(self.models[0].forward).parameters
         self._training: bool | None = None
         self.bind()
         self.train_mode(False)
+
+    def _rows(self, like: Tensor) -> Tensor:
+        """Zeros ``(S, P)``, every row where an allocation of its own could begin.
+
+        Some libraries round differently at another address, and a run is to be the same whichever
+        others it is trained beside.
+        """
+        return like.new_zeros(len(like), padded(like.shape[1]))[:, : like.shape[1]]
 
     @property
     def size(self) -> int:
@@ -212,7 +222,7 @@ class ModulePopulation(Population):
         self.gradients.zero_()
         for s in range(self.size):
             with torch.enable_grad(), self._randomness(s, task, step):
-                logits = self.call(s, inputs[s], task)
+                logits = self.call(s, inputs[s].clone(), task)  # aligned like the rows
                 torch.autograd.backward(cross_entropy(logits, targets[s]))
 
     @contextmanager

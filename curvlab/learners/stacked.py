@@ -146,6 +146,9 @@ class StackedMLP(Population):
         self._programs: dict[int, Program] = {}
         self._last: tuple[int, BatchFactors] | None = None
 
+    def _rows(self, like: Tensor) -> Tensor:
+        return torch.zeros_like(like)  # one block: batched products sum in another order anyway
+
     # a plain MLP has neither modes nor randomness nor anything that depends on the task
     def gradient_(self, inputs: Tensor, targets: Tensor, task: int, step: int = 0) -> None:  # noqa: ARG002
         batch = targets.shape[1]
