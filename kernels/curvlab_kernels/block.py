@@ -4,7 +4,7 @@ Shared by every back end and by bases that are stored rounded: they differ in th
 Everything happens in the block's own memory, a chunk of columns at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from curvlab_kernels.algebra import (
 )
 from curvlab_kernels.formats import CHUNK
 
-CONVERTED = 1 << 19  # elements taken to float64 at a time: allocators keep several such pieces
+CONVERTED = 1 << 19  # elements taken to float64 at a time
 
 
 def orthonormalise_with_(
@@ -83,9 +83,9 @@ def orthonormalise_with_(
 
 def norm(vector: Tensor) -> Tensor:
     """Euclidean norm of ``(n,)`` or of every row of ``(b, n)``, accumulated in float64."""
-    # a chunk at a time: torch would copy the whole of a float32 tensor to float64
-    chunks = torch.split(vector, CHUNK, -1)
-    norms = [torch.linalg.vector_norm(chunk, dim=-1, dtype=torch.float64) for chunk in chunks]
+    norms = [torch.linalg.vector_norm(values, dim=-1) for _, values in _converted(vector)]
+    if not norms:
+        return vector.new_zeros(vector.shape[:-1], dtype=torch.float64)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
     return norms[0] if len(norms) == 1 else total
 
@@ -111,17 +111,15 @@ def length_after(before: Tensor, after: Tensor, m: int, dtype: torch.dtype) -> T
 def scale_(vectors: Tensor, norms: Tensor) -> None:
     """Divide every row by its norm in place; a row whose norm is zero becomes zero."""
     factors = torch.where(norms == 0, 0.0, 1.0 / torch.where(norms == 0, 1.0, norms))
-    for columns in _pieces(vectors):  # torch takes a copy in float64 of each
-        # Not a 0-d tensor: those would be rounded to float32 before the product.
-        columns.mul_(factors.unsqueeze(-1))
+    for columns, values in _converted(vectors):
+        columns.copy_(values.mul_(factors.unsqueeze(-1)))
 
 
 def gram(rows: Tensor) -> Tensor:
     """``M M'``, shape ``(m, m)``, for float rows ``(m, n)``; products and sums in float64."""
     total = rows.new_zeros(rows.shape[0], rows.shape[0], dtype=torch.float64)
-    for columns in _pieces(rows):
-        values = columns.double()
-        total += values @ values.T
+    for _, values in _converted(rows):
+        total.addmm_(values, values.T)
     return total
 
 
@@ -129,11 +127,22 @@ def _mix_(block: Tensor, mixing: Tensor, targets: Tensor, sources: Tensor) -> No
     """Rows ``targets`` become ``mixing`` times rows ``sources``, all others zero, in place."""
     whole = mixing.new_zeros(block.shape[0], block.shape[0])
     whole[targets.unsqueeze(1), sources] = mixing
-    for columns in _pieces(block):
-        columns.copy_(whole @ columns.double())
+    room: Tensor | None = None
+    for columns, values in _converted(block):
+        room = torch.zeros_like(values) if room is None else room[:, : columns.shape[1]]
+        columns.copy_(torch.mm(whole, values, out=room))
 
 
-def _pieces(rows: Tensor) -> tuple[Tensor, ...]:
-    """Columns of rows ``(m, n)``, or pieces of a vector, whose float64 copies are a few MB."""
+def _converted(rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of rows ``(m, n)`` or of a vector ``(n,)``, some columns each, and their values.
+
+    The float64 values of all pieces take turns in one room of a few MB: an allocator that is given
+    such rooms back does not always use them again, and then holds as much as all of them.
+    """
     m = rows.shape[0] if rows.dim() == 2 else 1
-    return torch.split(rows, max(min(CHUNK, CONVERTED // max(m, 1)), 1024), -1)
+    width = min(max(min(CHUNK, CONVERTED // max(m, 1)), 1024), rows.shape[-1])
+    if not width:
+        return
+    room = rows.new_zeros(m * width, dtype=torch.float64)
+    for columns in torch.split(rows, width, -1):
+        yield columns, room[: columns.numel()].view(columns.shape).copy_(columns)
