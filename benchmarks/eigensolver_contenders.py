@@ -66,12 +66,17 @@ def outliers(n: int = 100_000) -> Diagonal:
     return Diagonal(torch.cat([top, bulk, negative]).float())
 
 
-def problem(name: str, size: str) -> Problem:
-    """The operator called ``name``; what is not at its full size says so in its name."""
+def problem(name: str, size: str, samples: int | None = None) -> Problem:
+    """The operator called ``name``; what is not at its full size says so in its name.
+
+    Args:
+        samples: Of the Hessian, in place of the usual number; that too is said in its name.
+    """
     shown = name if size == "full" else f"small {name}"
+    shown = shown if samples is None else f"{shown} N={samples}"
     if name == "outliers":
         return Problem(shown, outliers(100_000 if size == "full" else 10_000), None, None)
-    network = trained(SIZES[size][name])
+    network = trained(SIZES[size][name], samples=samples)
     operator = Hessian(network.model, network.loss, (network.inputs, network.targets))
     parameters = list(network.model.parameters())
 

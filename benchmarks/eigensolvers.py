@@ -1,7 +1,8 @@
 """Eigensolvers on the same operators, to the same residual; who misses it is not timed.
 
     python -m benchmarks.eigensolvers [--size small|full] [--operators outliers mlp resnet vit]
-                                      [--k 20] [--tol 1e-3] [--rounds 3] [--cpu-time] [--curve]
+                                      [--samples N] [--k 20] [--tol 1e-3] [--rounds 3] [--cpu-time]
+                                      [--curve]
 
 For each operator (a prescribed spectrum, and the Hessians of :mod:`benchmarks.trained`) every
 solver looks for the top k by magnitude. The gate: every true relative residual, from one explicit
@@ -178,7 +179,7 @@ def benchmark(
         for name, one in outcomes.items()
         for entry in rows_of(found, name, one, k, tol, timing.threads)
     ]
-    if not whole:
+    if not whole and (not only or COUNTED.startswith(tuple(only))):
         rows += _counted_power(found, k, tol, timing)
     print(f"\n{found.name}: n = {found.operator.n:,}, top {k} at relative residual {tol:g}")
     print(render(rows), flush=True)
@@ -293,6 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--size", choices=SIZES, default="small")
     names = ("outliers", "mlp", "resnet", "vit")
     parser.add_argument("--operators", nargs="+", choices=names, default=names)
+    parser.add_argument("--samples", type=int, help="of the Hessians, in place of the usual ones")
     parser.add_argument("--k", type=int, default=20)
     parser.add_argument("--tol", type=float, default=1e-3)
     parser.add_argument("--rounds", type=int, default=3, help="samples of a solver, at least")
@@ -306,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     print(environment(timing.threads))
     rows: list[Row] = []
     for name in options.operators:
-        found = problem(name, options.size)
+        found = problem(name, options.size, options.samples)
         # whole runs of power iteration only where a product takes milliseconds
         whole = name in ("outliers", "mlp")
         rows += benchmark(

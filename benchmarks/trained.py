@@ -63,8 +63,12 @@ SMALL = {
 SIZES = {"small": SMALL, "full": FULL}
 
 
-def trained(recipe: Recipe, folder: Path = FOLDER) -> Network:
-    """The network of ``recipe`` in eval mode, with the samples its Hessian is taken on."""
+def trained(recipe: Recipe, folder: Path = FOLDER, samples: int | None = None) -> Network:
+    """The network of ``recipe`` in eval mode, with the samples its Hessian is taken on.
+
+    Args:
+        samples: Another number of them than the recipe's; the network stays the same.
+    """
     make, task_of = NETWORKS[recipe.network]
     task = task_of()
     model = make(0)
@@ -74,7 +78,7 @@ def trained(recipe: Recipe, folder: Path = FOLDER) -> Network:
         save_tensors(path, "network", dict(model.state_dict()), asdict(recipe))
     tensors, _ = load_tensors(path, "network")
     model.load_state_dict(tensors)
-    some = subset(task.train, recipe.samples, seed=1)
+    some = subset(task.train, recipe.samples if samples is None else samples, seed=1)
     loss = nn.CrossEntropyLoss()
     return Network(recipe.network, model.eval(), loss, some.inputs, some.targets)
 
