@@ -214,3 +214,18 @@ def test_narrow_rows_take_the_compiled_loops(monkeypatch, generator):
     rows, _, _ = stored(3, 100, torch.float16, generator)
     _cpu.coefficients(rows, torch.ones(100))
     assert calls == [1]
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("n", [18_010, 60_001, 160_000])
+def test_small_terms_of_a_long_sum_are_not_lost_behind_a_large_one(kernels, n, lead, generator):
+    """A few large coordinates and a bulk of small ones: what outliers do to Lanczos vectors."""
+    shares = torch.full((n,), 0.3, dtype=torch.float64)
+    shares[:10] = 0.3 * n**0.5
+    rows, _, values = stored(2, n, torch.float32, generator)
+    rows[:, :n] *= shares
+    values = rows[:, :n].double()
+    vectors = (draw((*lead, n), generator, torch.float64) * shares + 1.0).float()
+    exact = vectors.double() @ values.T
+    error = (kernels.coefficients(rows, vectors) - exact).abs().max()
+    assert error <= TOLERANCE[torch.float32] * vectors.double().norm()

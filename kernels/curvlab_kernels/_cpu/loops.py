@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels._cpu import threads
-from curvlab_kernels.formats import CHUNK
 
 Piece = tuple[int, Tensor]  # the column at which it begins, and vectors (n,) or (b, n)
 
@@ -37,8 +36,9 @@ def choose(rows: Tensor, pieces: Sequence[Piece]) -> ModuleType | None:
     if rows.dtype in (torch.float16, torch.bfloat16):
         return _compiled("compiled")
     columns = pieces[-1][0] - pieces[0][0] + pieces[-1][1].shape[0]
-    # Up to a chunk of columns torch needs one call, and its threads do not have to be woken.
-    if rows.dtype == torch.float32 and columns > CHUNK and rows.shape[0] * columns > SHORT:
+    # Torch sums a whole chunk in float32, in an order of the library's choosing: on some
+    # processors the small terms of a long row are lost. The loops sum tiles.
+    if rows.dtype == torch.float32 and columns > TINY:
         return _compiled("compiled")
     return None
 

@@ -3,8 +3,8 @@
 ``accumulate``: ``total += M g``; ``subtract``: ``g -= M' c``; for a vector or a block given as
 pieces, each with the column at which it begins. Three ways: compiled loops for one vector, if numba
 is there; torch as it is when rows and vectors share a dtype; otherwise torch, converting a chunk of
-columns at a time. Sums run in the vectors' dtype within a chunk (at most 64k columns) and in
-float64 across chunks.
+columns at a time. Sums run in the vectors' dtype within a tile (8k columns) and in float64 across
+tiles.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from curvlab_kernels._cpu import loops
 from curvlab_kernels._cpu.loops import RESIDENT, Piece
-from curvlab_kernels.formats import BLOCK, CHUNK, expand_scales
+from curvlab_kernels.formats import BLOCK, expand_scales
 
+SUMMED = 1 << 13  # columns that torch sums in the rows' dtype: not all libraries sum in pairs
 CONVERTED = 1 << 18  # elements converted at a time: one megabyte of float32 stays in the cache
 
 
@@ -34,10 +35,10 @@ def accumulate(rows: Tensor, scales: Tensor | None, pieces: Sequence[Piece], tot
                 total += vectors[..., where] @ columns.T
             continue
         columns = rows[:, first : first + vectors.shape[-1]]
-        if vectors.shape[-1] <= CHUNK:
+        if vectors.shape[-1] <= SUMMED:
             total += vectors @ columns.T
         else:
-            chunks = torch.split(columns, CHUNK, 1), torch.split(vectors, CHUNK, -1)
+            chunks = torch.split(columns, SUMMED, 1), torch.split(vectors, SUMMED, -1)
             parts = [vector @ part.T for part, vector in zip(*chunks, strict=True)]
             total += torch.stack(parts).sum(0, dtype=torch.float64)
 
@@ -99,7 +100,7 @@ def _converted(
 ) -> Iterator[tuple[Tensor, slice]]:
     """Values of the rows in the vectors' dtype, a chunk of columns at a time, and which."""
     n = vectors.shape[-1]
-    width = min(max(CONVERTED // rows.shape[0] // BLOCK, 1) * BLOCK, CHUNK)
+    width = min(max(CONVERTED // rows.shape[0] // BLOCK, 1) * BLOCK, SUMMED)
     for start in range(0, n, width):
         where = slice(start, min(start + width, n))
         columns = slice(first + where.start, first + where.stop)

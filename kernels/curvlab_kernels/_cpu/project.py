@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlab_kernels._cpu import loops
 from curvlab_kernels._cpu.loops import SHORT
-from curvlab_kernels._cpu.products import accumulate, subtract
+from curvlab_kernels._cpu.products import SUMMED, accumulate, subtract
 from curvlab_kernels.algebra import solve
 from curvlab_kernels.formats import CHUNK
 
@@ -37,7 +37,7 @@ def project_(
         compiled = loops.choose_once(rows, vectors)
         if compiled is not None:
             return loops.project(compiled, rows, vectors)
-    short = 0 < vectors.numel() <= CHUNK and rows.shape[0] * vectors.shape[-1] <= SHORT
+    short = 0 < vectors.numel() <= SUMMED and rows.shape[0] * vectors.shape[-1] <= SHORT
     if short and rows.dtype == vectors.dtype and factor is None:
         return _project_short_(rows, vectors)
     removed = solve(factor, coefficients(rows, vectors, scales))
