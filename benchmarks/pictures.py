@@ -67,6 +67,15 @@ def eigensolvers(rows: Sequence[Row]) -> Any:
     return _panels(shown, names, "gradients per solve", log=True) if names else None
 
 
+def _few_ticks(axis: Any) -> None:
+    """1, 2 and 5 of every decade, in plain figures: the usual labels overlap on short axes."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
 def _panels(shown: Sequence[Row], names: Sequence[str], label: str, log: bool = False) -> Any:
     """Horizontal bars with quantiles, curvlab's in one colour, the others in another."""
     plt = _plots()
@@ -94,6 +103,7 @@ def _panels(shown: Sequence[Row], names: Sequence[str], label: str, log: bool = 
         axis.grid(alpha=0.3)
         if log:
             axis.set_xscale("log")
+            _few_ticks(axis.xaxis)
     return figure
 
 
