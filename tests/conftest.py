@@ -1,5 +1,7 @@
 """Every test runs on pinned threads and with uninitialised memory poisoned."""
 
+import signal
+
 import pytest
 import torch
 from torch.utils._device import _device_constructors
@@ -8,6 +10,10 @@ THREADS = 1  # tensors are tiny here: a second thread costs more than it brings
 # torch remembers which functions `with torch.device(...)` covers when it first needs to know: let
 # that be before torch.empty is replaced below, or the context would no longer cover it.
 _device_constructors()
+
+
+# A shell starts what it puts in the background with Ctrl-C ignored, and processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
