@@ -156,8 +156,9 @@ LEARNERS: dict[str, Callable[[float, int], Learner]] = {
     "EWC": lambda strength, samples: EWC(strength, samples=samples),
     "PackNet": lambda fraction, _samples: PackNet(fraction),
     "SpaceNet": lambda _level, _samples: SpaceNet(
-        # for five tasks: 4 x 8 of 50 neurons are reserved when the last one picks its 18
-        selected=(18,) * 4, reserved=(8,) * 4, connections=(1800, 200, 200, 200, 120),
+        # for five tasks: 4 x 8 of 50 neurons are reserved when the last one picks its 18, and
+        # places that earlier tasks took between these are not free
+        selected=(18,) * 4, reserved=(8,) * 4, connections=(900, 150, 150, 150, 90),
     ),
     "SpaceNet-pixels": lambda _level, _samples: SpaceNet(
         # of the places between the picked neurons the same shares: half, and two thirds at the end
