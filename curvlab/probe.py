@@ -83,7 +83,8 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
         limit: Largest relative error accepted; by default what rounding in ``operator.dtype``
             can explain, with room for products that sum over many samples.
     """
-    # Not the seed itself: solvers draw from it, and the two must not meet the same vector.
+    # Not the seed itself: solvers draw from it. The check of symmetry is one random number, so some
+    # seeds see little of a small asymmetry; seed 0 without the offset was one in the tests.
     generator = torch.Generator().manual_seed(seed + 1_000_003)
 
     def draw() -> Tensor:
