@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -76,7 +77,9 @@ class Shelf:
         """The run of each seed, trained now if it is not there."""
         if not seeds:
             return []  # without waiting for a process that trains others
-        with self.store.locked(f"training-{training.key}"):
+        with ExitStack() as held:
+            for seed in sorted(set(seeds)):  # in one order, so that no two processes wait in a ring
+                held.enter_context(self.store.locked(f"training-{training.key}-{seed}"))
             missing = [seed for seed in seeds if not self.file(training, seed).exists()]
             if missing:
                 self._train(training, missing)

@@ -121,6 +121,25 @@ def test_gradients_known_as_factors_are_projected_like_others():
         assert relative(population.gradients[0], gradient - (gradient @ rows.T) @ rows) <= 1e-10
 
 
+@pytest.mark.parametrize("logits", ["true", "all"])
+def test_combinations_of_samples_are_read_in_pieces_without_their_zeros(logits, monkeypatch):
+    monkeypatch.setattr("curvlab.learners.structured.PIECE", 700)
+    tasks = make_tasks(3, train=60, dtype=torch.float64)
+    learner = OGD(0.001, samples=40, logits=logits)
+    population = population_of([mlp((6, 30, 30, 3), seed=1, dtype=torch.float64)], [1])
+    for t, task in enumerate(tasks):
+        learner.before_task(population, t, task.train)
+        learner.after_task(population, t, task.train)
+    [memory] = learner._factors
+    weights = memory._coefficients
+    vector = torch.randn(weights.shape[1], generator=torch.Generator().manual_seed(0)).double()
+    assert relative(memory._normal(vector), weights.T @ (weights @ vector)) <= 1e-12
+    assert sum(len(piece) for piece in memory._pieces) == len(weights)
+    assert len(memory._pieces) > 3
+    if logits == "true":  # the first task's rows combine its own 40 samples
+        assert memory._pieces[0].shape[1] == 40
+
+
 def test_structured_memory_works_with_biases_in_some_layers_only(generator):
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3, bias=False)).double()
     population = population_of([model], [1])

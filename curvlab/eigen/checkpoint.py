@@ -67,6 +67,7 @@ def write_checkpoint(
         "doubt": solver.doubt,
         "converged_at": solver.converged_at,
         "exhausted": solver.exhausted,
+        "next_look": solver.next_look,
         "chain": None if solver.chain is None else asdict(solver.chain),
         "certificate": certificate_facts(certificate),
         "seconds": seconds,
@@ -113,6 +114,7 @@ def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) 
     solver.doubt = facts["doubt"]
     solver.converged_at = facts["converged_at"]
     solver.exhausted = facts["exhausted"]
+    solver.next_look = facts["next_look"]
     if facts["chain"] is not None:
         chain = facts["chain"]
         chain["edges"] = [Edge(**edge) for edge in chain["edges"]]

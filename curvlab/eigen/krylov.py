@@ -199,8 +199,7 @@ class Krylov:
             # v_j may overlap what is set aside. How far is not measured, but every earlier row sees
             # the same overlap: as many unknowns as rows aside, j equations.
             known = self.aside_coupling[:, :j].T
-            overlap = torch.linalg.lstsq(known, difference[:, None], driver="gelsd").solution
-            shared = (known @ overlap).flatten()
+            shared = _within(known, difference)
             self.coupling[j, :j] += shared
             difference = difference - shared
             unknown = len(self.aside_coupling)
@@ -302,6 +301,16 @@ def _zeros(capacity: int, width: int, dtype: torch.dtype, device: torch.device) 
     if device.type != "cpu":
         return torch.zeros(capacity, width, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros((capacity, width), str(dtype).removeprefix("torch.")))
+
+
+def _within(columns: Tensor, vector: Tensor) -> Tensor:
+    """The part of ``vector`` ``(j,)`` in the span of ``columns`` ``(j, d)``."""
+    if columns.shape[1] == 1:  # as it mostly is: one product in place of a call of LAPACK
+        column = columns[:, 0]
+        square = float(column @ column)
+        return column * (float(column @ vector) / square) if square > 0.0 else 0.0 * column
+    solution = torch.linalg.lstsq(columns, vector[:, None], driver="gelsd").solution
+    return (columns @ solution).flatten()
 
 
 def mix_rows(rows: Tensor, mixing: Tensor, into: Tensor) -> None:

@@ -31,6 +31,8 @@ FLOOR = {torch.float32: 1e-4, torch.float64: 1e-7}
 # Dense rows are used for steps while this many times their number is below the number of Jacobian
 # rows: reading r rows of P numbers once against computing with N of them (equal at about 2).
 FEW = 3
+# Elements of B that stay in a processor's second-level cache between the two products with them.
+PIECE = 1 << 18
 # A kept direction of a new task that lies this much (relative norm) outside the memory adds
 # nothing but rounding; it is dropped.
 DEPENDENT = 1e-4
@@ -84,6 +86,7 @@ class StructuredMemory:
         # (sum of outputs, K, N): samples along the rows, where products and sums are fastest
         self._signals = torch.zeros(bounds[-1], 1, 0, dtype=dtype, device=device)
         self._coefficients = torch.zeros(0, 0, dtype=dtype, device=device)  # B, (r, K N)
+        self._pieces: list[Tensor] = []  # the same, a few rows at a time
         self._dense: Tensor | None = None
         self._workspace = Workspace() if workspace is None else workspace
 
@@ -120,7 +123,7 @@ class StructuredMemory:
             products = self._times_batch(*factors)
         else:
             products = self._times(gradient)
-        self._subtract_(gradient, self._coefficients.T @ (self._coefficients @ products))
+        self._subtract_(gradient, self._normal(products))
 
     def leak(self, gradient: Tensor) -> float:
         """The share of ``gradient`` ``(P,)`` that lies in the memory's span."""
@@ -182,6 +185,15 @@ class StructuredMemory:
         few = 0 < self.size * FEW < self._coefficients.shape[1]
         dtype = self._signals.dtype
         self._dense = ops.quantise(self.rows().to(dtype), dtype)[0] if few else None
+        self._pieces = [] if few else _pieces(self._coefficients)
+
+    def _normal(self, products: Tensor) -> Tensor:
+        """``B' B x`` ``(K N,)`` for ``x`` ``(K N,)``; B is read from memory once."""
+        found = torch.zeros_like(products)
+        for piece in self._pieces:
+            width = piece.shape[1]
+            found[:width].addmv_(piece.T, piece @ products[:width])
+        return found
 
     def state(self) -> dict[str, Tensor]:
         stored = {f"inputs/{i}": value for i, value in enumerate(self._inputs)}
@@ -275,6 +287,22 @@ class StructuredMemory:
                 between += 1.0
             blocks += (signals.T @ signals).view_as(blocks) * between[:, None, :]
         return total
+
+
+def _pieces(matrix: Tensor) -> list[Tensor]:
+    """Views of a few rows each, without the columns at their end that hold zeros only.
+
+    Rows of an early task combine its samples and those before it, which stand first.
+    """
+    at_once = len(matrix)
+    if matrix.device.type == "cpu":
+        at_once = max(8, PIECE // max(1, matrix.shape[1]))
+    found = []
+    for start in range(0, len(matrix), at_once):
+        rows = matrix[start : start + at_once]
+        used = rows.any(0).nonzero()
+        found.append(rows[:, : int(used[-1]) + 1 if len(used) else 0])
+    return found
 
 
 def kept_by_energy(squares: Tensor, epsilon: float, floor: float | None = None) -> int:
