@@ -309,7 +309,7 @@ def _within(columns: Tensor, vector: Tensor) -> Tensor:
         column = columns[:, 0]
         square = float(column @ column)
         return column * (float(column @ vector) / square) if square > 0.0 else 0.0 * column
-    solution = torch.linalg.lstsq(columns, vector[:, None], driver="gelsd").solution
+    solution: Tensor = torch.linalg.lstsq(columns, vector[:, None], driver="gelsd").solution
     return (columns @ solution).flatten()
 
 
