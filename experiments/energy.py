@@ -99,6 +99,7 @@ EXPERIMENT = Experiment(
         # after three tasks at the low rate SGD has forgotten nothing yet
         "demo": Config(DEMO, HIGH, levels=(0.0, 0.05, 0.2, 0.5, 1.0)),
         "scaled": Config(SMALL, levels=(0.0, 0.01, 0.05, 0.2, 0.5, 1.0)),
+        "few": Config(levels=(0.0, 0.01, 0.1, 0.5, 1.0)),  # the least eps costs most by far
         "full": Config(),
     },
     run=run,

@@ -35,9 +35,9 @@ class Only:
 
 
 Few = tuple[Only, ...] | None  # what is left out; None: nothing
-# At the size "few". SGD-dagger projects out hundreds of directions in every step, OGD thousands,
-# and the low rate has three times the steps: half an hour to hours for a seed.
-FEW: Few = (Only("SGD-dagger", LOW, (11, 13)), Only("OGD", HIGH, (11,)), Only("OGD", LOW, ()))
+# At the size "few". OGD projects out thousands of directions in every step, and the low rate has
+# three times the steps: half an hour for a seed.
+FEW: Few = (Only("OGD", LOW, (11, 13)),)
 
 
 @dataclass(frozen=True)

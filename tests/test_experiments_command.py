@@ -3,7 +3,9 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -219,6 +221,20 @@ def test_several_jobs_train_a_shared_run_once(tiny, tmp_path):
     assert [(one.training, one.seeds) for one in first] == [(TINY, (1, 2))]
     measure(first[0], place)
     assert trainings_of(work, place) == []
+
+
+def test_different_seeds_of_one_training_do_not_wait_for_each_other(tmp_path, monkeypatch):
+    both, train = threading.Barrier(2, timeout=20), Shelf._train
+
+    def meet(self, training, seeds):
+        both.wait()  # breaks unless the other one is training too
+        train(self, training, seeds)
+
+    monkeypatch.setattr(Shelf, "_train", meet)
+    shelf = Shelf(Store(tmp_path))
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(shelf.runs, TINY, [seed]) for seed in (1, 2)]
+    assert [one.seed for done in found for one in done.result()] == [1, 2]
 
 
 OWN_LABELS = """

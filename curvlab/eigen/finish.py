@@ -113,15 +113,16 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     products, krylov = solver.products, solver.krylov
     generator = torch.Generator().manual_seed(solver.options.seed + 7)
     weights = ritz.mixing[:, :k] @ torch.randn(k, generator=generator, dtype=torch.float64)
-    mixture = torch.zeros(1, krylov.width, dtype=products.dtype, device=products.device)
-    expected = torch.zeros(1, krylov.width, dtype=torch.float64, device=products.device)
     m, size = krylov.multiplied, krylov.size
-    said = krylov.coupling[:size, :m] @ weights[:, None]
-    mix_rows(krylov.rows[:m, : krylov.width], weights[:, None], mixture)
-    mix_rows(krylov.rows[:size, : krylov.width], said, expected)
-    image = torch.zeros_like(mixture[0])
-    products.into(mixture[0], image)
-    difference = float(products.space.norm(image.double() - expected[0]))
+    both = torch.zeros(size, 2, dtype=torch.float64)  # the mixture, and its product as it is known
+    both[:m, 0] = weights
+    both[:, 1] = krylov.coupling[:size, :m] @ weights
+    mixed = torch.zeros(2, krylov.width, dtype=torch.float64, device=products.device)
+    mix_rows(krylov.rows[:size, : krylov.width], both, mixed)
+    mixture, expected = mixed[0].to(products.dtype), mixed[1]
+    image = torch.zeros_like(mixture)
+    products.into(mixture, image)
+    difference = float(products.space.norm(image.double() - expected))
     length = float(weights.norm())
     if not difference <= solver.options.limit * krylov.norm * length:
         raise OperatorError(
