@@ -21,7 +21,7 @@ from curvlab.eigen.result import tolerances
 from curvlab.eigen.selection import Edge, edges, order
 from curvlab.probe import OperatorError
 
-FASTEST = 5.0  # by which a product may bring the worst residual down: networks' Hessians show 2.5
+FASTEST = 4.0  # by which a product may bring the worst residual down; networks' Hessians show 2.5
 
 
 @dataclass(frozen=True, slots=True)

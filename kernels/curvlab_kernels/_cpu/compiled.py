@@ -266,3 +266,33 @@ def _scale(vector: Any, factor: float, start: int, stop: int) -> None:
 
 
 scale = compiled(_scale)
+
+
+def _lanczos_step(
+    rows: Any, beta: Any, vector: Any, weights: Any, total: Any, tolerance: float, zero: Any
+) -> None:
+    """A whole step on one thread: the recurrence, the second pass, the norm.
+
+    The vector is left as it is, and not normalised, where the second pass took much of it or left
+    no more than ``tolerance`` of what it was before the first: such a step takes more care.
+
+    ``weights`` ``(m,)`` has the vector's dtype. ``total`` ``(m + 5,)`` gets the second pass's
+    coefficients, then ``||vector||^2`` after the recurrence, that before it, the last row's
+    coefficient, ``||vector||^2`` at the end, and 1 if the vector was normalised.
+    """
+    m, n = rows.shape[0], vector.shape[0]
+    recurrence(rows[m - 1], vector, total[m + 1 :], 0, n)
+    weights[0] = total[m + 2]
+    alpha = weights[0]  # rounded to the vector's dtype
+    total[m + 2] = alpha
+    recur_and_accumulate(rows, beta, alpha, vector, total[: m + 1], zero, 0, n)
+    for k in range(m):
+        weights[k] = total[k]
+    subtract_and_square(rows, weights, vector, total[m + 3 :], 0, n)
+    passed, before, after = total[m], total[m + 1], total[m + 3]
+    if after >= 0.5 * passed and after > tolerance * tolerance * before:
+        scale(vector, 1.0 / np.sqrt(after), 0, n)
+        total[m + 4] = 1.0
+
+
+lanczos_step = compiled(_lanczos_step)

@@ -12,6 +12,7 @@ from curvlab_kernels import block
 from curvlab_kernels._cpu import loops
 from curvlab_kernels._cpu.products import subtract, subtract_and_accumulate
 from curvlab_kernels._cpu.project import coefficients, project_
+from curvlab_kernels.algebra import rank_tolerance
 from curvlab_kernels.block import orthonormalise_with_
 
 __all__ = ["lanczos_step_", "norm", "orthonormalise_", "orthonormalise_block_"]
@@ -41,18 +42,28 @@ def lanczos_step_(
         removed = coefficients(rows, vector)
         again = subtract_and_accumulate(rows, removed, vector)
         passed = norm(vector)
+        after = _subtract(rows, again, vector)
     else:
         removed = vector.new_zeros(rows.shape[0], dtype=torch.float64)
         # As the vector's dtype has it: what rounding leaves is the second pass's to find.
         removed[-2] = torch.tensor(previous_beta, dtype=vector.dtype)
-        before, removed[-1], again, passed = _recurrence(rows, float(removed[-2]), vector)
-    after = _subtract(rows, again, vector)
+        beta, alone = float(removed[-2]), loops.choose_alone(rows, vector)
+        if alone is not None:
+            tolerance = rank_tolerance(vector.dtype, rows.shape[0])
+            again, *norms, done = loops.lanczos_step(alone, rows, beta, vector, tolerance)
+            passed, before, removed[-1], after = torch.tensor(norms, dtype=torch.float64)
+            if done:
+                removed += again
+                return removed[-1], after, removed
+        else:
+            before, removed[-1], again, passed = _recurrence(rows, beta, vector)
+            after = _subtract(rows, again, vector)
     removed += again
     if float(after) ** 2 < 0.5 * float(passed) ** 2:
         removed += project_(rows, vector)
         after = norm(vector)
-    beta = _normalise_(vector, before, after, rows.shape[0])
-    return removed[-1], beta, removed
+    beta_next = _normalise_(vector, before, after, rows.shape[0])
+    return removed[-1], beta_next, removed
 
 
 def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:

@@ -52,6 +52,12 @@ def choose_once(rows: Tensor, vector: Tensor) -> ModuleType | None:
     return _compiled("compiled") if alone and work and 8 * vector.shape[0] <= KEPT else None
 
 
+def choose_alone(rows: Tensor, vector: Tensor) -> ModuleType | None:
+    """The compiled loops where one thread does it all: one call costs less than several."""
+    alone = len(threads.spans(vector.shape[0], rows.shape[0] + 1)) == 1
+    return choose(rows, [(0, vector)]) if alone else None
+
+
 def choose_vector(vector: Tensor) -> ModuleType | None:
     """The compiled loops for a vector alone; ``None`` where torch is the better or only way."""
     if vector.dim() > 1 or not vector.is_contiguous() or vector.numel() < TINY:
@@ -172,6 +178,24 @@ def recur_and_accumulate(
         loops.recur_and_accumulate(stored, *factors, numbers, sums, zero, start, stop)
 
     return _summed(run, rows.shape[0] + 1, vector)
+
+
+def lanczos_step(
+    loops: ModuleType, rows: Tensor, beta: float, vector: Tensor, tolerance: float
+) -> tuple[Tensor, float, float, float, float, bool]:
+    """A step up to the norm in one call; see :func:`curvlab_kernels._cpu.compiled._lanczos_step`.
+
+    Returns:
+        The second pass's coefficients ``(m,)`` float64; the norms between the passes and before
+        the first; the last row's coefficient in the first; the norm at the end; and whether the
+        vector was normalised, which it is not where a step takes more care.
+    """
+    m, numbers = rows.shape[0], vector.numpy()
+    total, weights = np.zeros(m + 5), np.zeros(m, numbers.dtype)
+    kind = numbers.dtype.type
+    loops.lanczos_step(rows.numpy(), kind(beta), numbers, weights, total, tolerance, kind(0))
+    passed, before, along, after, done = total[m:].tolist()
+    return torch.from_numpy(total[:m]), passed**0.5, before**0.5, along, after**0.5, done == 1.0
 
 
 def scale(loops: ModuleType, vector: Tensor, factor: float) -> None:
