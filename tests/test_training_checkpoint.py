@@ -14,6 +14,7 @@ from curvlab.learners import EWC, GPM, OGD, SGD, SGDDagger
 from curvlab.nets import mlp
 from curvlab.storage import StorageError
 from curvlab.training import Schedule, learn
+from curvlab.training.interrupt import deferred_interrupt
 from tests.small_problems import make_tasks, resnet
 
 SEEDS = (11, 13)
@@ -170,6 +171,17 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     }.items():  # fmt: skip
         with pytest.raises(StorageError, match=changed):
             call()
+
+
+def test_ctrl_c_after_the_last_step_of_a_task_is_not_lost():
+    """There is no step left that could act on it."""
+    before = signal.getsignal(signal.SIGINT)
+    reached = False
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        reached = stop.requested
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_without_a_checkpoint_ctrl_c_interrupts_at_once():

@@ -17,6 +17,8 @@ class StopRequest:
 def deferred_interrupt() -> Iterator[StopRequest]:
     """Note the first Ctrl-C instead of raising; a second one raises at once.
 
+    One that was noted too late for the body to act on it raises at the end: none is lost.
+
     Outside the main thread, where Python delivers no signals, nothing changes.
     """
     request = StopRequest()
@@ -34,3 +36,5 @@ def deferred_interrupt() -> Iterator[StopRequest]:
         yield request
     finally:
         signal.signal(signal.SIGINT, before)
+    if request.requested:
+        raise KeyboardInterrupt
