@@ -175,12 +175,16 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
 
 def test_ctrl_c_after_the_last_step_of_a_task_is_not_lost():
     """There is no step left that could act on it."""
-    before = signal.getsignal(signal.SIGINT)
-    reached = False
-    with pytest.raises(KeyboardInterrupt), deferred_interrupt() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        reached = stop.requested
-    assert reached
+    before, reached = signal.getsignal(signal.SIGINT), []
+
+    def body():
+        with deferred_interrupt() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append(stop.requested)
+
+    with pytest.raises(KeyboardInterrupt):
+        body()
+    assert reached == [True]
     assert signal.getsignal(signal.SIGINT) is before
 
 
