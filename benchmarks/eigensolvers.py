@@ -268,7 +268,11 @@ def curve(found: Problem, k: int, timing: Timing = ELAPSED) -> list[Row]:
     for tol in CURVE:
         table = contenders(found, k, tol, truth, whole=False)
         for name, contender in table.items():
-            answer, taken = sample(found, contender, contender.efforts[0], timing)
+            samples = [sample(found, contender, contender.efforts[0], timing)]
+            if samples[0][1] * timing.gradient(found, rounds=1) < SHORT:
+                # what is loaded at first use is nobody's time, and short ones are easily disturbed
+                samples += [sample(found, contender, contender.efforts[0], timing) for _ in "ab"]
+            answer, taken = samples[0][0], min(taken for _, taken in samples)
             worst, missing = judged(found.operator, answer, truth, max(tol, 1e-3))
             if missing or not worst < 1.0:
                 continue

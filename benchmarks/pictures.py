@@ -139,7 +139,12 @@ def _accuracy(curves: Sequence[Row]) -> Any:
             axis.grid(alpha=0.3, which="both")
         axes[0][column].set_title(subject.rpartition(", ")[2], fontsize=10)
         axes[1][column].set_xlabel("worst true relative residual")
-    axes[0][0].legend(fontsize=7)
+    shown = {  # not every contender is in every panel
+        label: line
+        for axis in axes[0]
+        for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
