@@ -121,7 +121,7 @@ EXPERIMENT = Experiment(
     cost={
         "demo": "about 3 min",
         "scaled": "about 5 min a seed",
-        "few": "about 1 h",
-        "full": "about 4 h on one core",
+        "few": "about 1.5 h on one core",
+        "full": "about 3.5 h on one core",
     },
 )

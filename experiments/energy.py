@@ -107,5 +107,10 @@ EXPERIMENT = Experiment(
     claims=claims,
     figure=figure,
     trainings=trainings,
-    cost={"demo": "about 2 min", "scaled": "15 min", "full": "about 1 day on 2 cores (not run)"},
+    cost={
+        "demo": "about 2 min",
+        "scaled": "15 min",
+        "few": "about 1 h on one core",
+        "full": "several hours (eps = 0.001 was not run)",
+    },
 )

@@ -122,8 +122,8 @@ COMPARISONS = {
 }
 # five seeds; the labels that compare share their trainings, which are nearly all of it
 COMPARISON_COST = {
-    "demo": "about 4 min", "scaled": "about 30 min a seed", "few": "about 1 h",
-    "full": "about 9 h on one core: SGD-dagger takes 100 min a seed at the two rates",
+    "demo": "about 4 min", "scaled": "about 30 min a seed", "few": "about 2 h on one core",
+    "full": "about 4 h on one core: OGD takes half an hour a seed at the low rate",
 }  # fmt: skip
 
 
