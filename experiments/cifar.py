@@ -83,20 +83,28 @@ def accuracies(metrics: BySeed, row: str) -> Tensor:
     return torch.stack([square(entry[row]["accuracy"]) for entry in metrics.values()])
 
 
-def ordered(text: str, by_row: Mapping[str, Tensor], rows: Sequence[str]) -> Claim:
-    """The claim that a quantity falls strictly from each of ``rows`` to the next.
+def ordered(
+    text: str, by_row: Mapping[str, Tensor], rows: Sequence[str], *, rising: bool = False
+) -> Claim:
+    """The claim that a quantity falls strictly (or rises) from each of ``rows`` to the next.
 
     Args:
         text: The claim.
         by_row: The quantity of each seed, ``(S,)``, by row.
-        rows: In the claimed order, the largest first. What is claimed of the means is also counted
-            over the seeds: a difference of means between few seeds proves little.
+        rows: In the order in which the text names them. What is claimed of the means is also
+            counted over the seeds: a difference of means between few seeds proves little.
     """
     values = [by_row[row] for row in rows]
+
+    def before(first: Tensor, second: Tensor) -> Tensor:
+        return first < second if rising else first > second
+
     found = claim(
         text,
         [float(value.mean()) for value in values],
-        lambda *means: all(a > b for a, b in pairwise(means)),
+        lambda *means: all(
+            bool(before(a, b)) for a, b in pairwise(torch.tensor(means, dtype=torch.float64))
+        ),
     )
-    holds = torch.stack([a > b for a, b in pairwise(values)]).all(0)
+    holds = torch.stack([before(a, b) for a, b in pairwise(values)]).all(0)
     return replace(found, measured=f"{found.measured}; in {int(holds.sum())} of {len(holds)} seeds")

@@ -86,7 +86,7 @@ def claims_of(network: Network, metrics: BySeed) -> list[Claim]:
     name, ks = network.name, ", ".join(f"k = {k}" for k in network.ks)
     return [
         ordered(f"{name}: forgetting falls from SGD on with {ks}", lost, rows),
-        ordered(f"{name}: a(T) rises from SGD on with {ks}", reached, rows[::-1]),
+        ordered(f"{name}: a(T) rises from SGD on with {ks}", reached, rows, rising=True),
         ordered(f"{name}: a_tt falls from SGD on with {ks}", learned, rows),
     ]
 

@@ -101,7 +101,7 @@ def claims(config: Config, metrics: BySeed) -> list[Claim]:
             }
             for more, less in pairwise(rows):
                 found.append(ordered(f"{name}: {less} forgets less than {more}", lost,
-                                     (more, less)))  # fmt: skip
+                                     (less, more), rising=True))  # fmt: skip
     return found
 
 

@@ -234,7 +234,11 @@ def test_an_order_is_judged_by_means_and_counted_over_seeds():
     one = ordered("a above b", values, ("a", "b"))
     assert (one.verdict, one.measured) == ("agree", "2, 1.5; in 1 of 2 seeds")
     assert ordered("b above a", values, ("b", "a")).verdict == "disagree"
-    assert ordered("equal", {"a": torch.ones(1), "b": torch.ones(1)}, "ab").verdict == "disagree"
+    rising = ordered("b below a", values, ("b", "a"), rising=True)
+    assert (rising.verdict, rising.measured) == ("agree", "1.5, 2; in 1 of 2 seeds")
+    equal = {"a": torch.ones(1), "b": torch.ones(1)}
+    assert ordered("equal", equal, "ab").verdict == "disagree"
+    assert ordered("equal", equal, "ab", rising=True).verdict == "disagree"
 
 
 def test_full_sizes_are_the_papers():
