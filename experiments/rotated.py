@@ -37,7 +37,7 @@ class Only:
 Few = tuple[Only, ...] | None  # what is left out; None: nothing
 # At the size "few". OGD projects out thousands of directions in every step, and the low rate has
 # three times the steps: half an hour for a seed.
-FEW: Few = (Only("OGD", LOW, (11, 13)),)
+FEW: Few = (Only("OGD", LOW, (11,)),)
 
 
 @dataclass(frozen=True)
