@@ -114,7 +114,7 @@ def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) 
     solver.doubt = facts["doubt"]
     solver.converged_at = facts["converged_at"]
     solver.exhausted = facts["exhausted"]
-    solver.next_look = facts["next_look"]
+    solver.next_look = facts.get("next_look", 0)  # an older file has none: look at once
     if facts["chain"] is not None:
         chain = facts["chain"]
         chain["edges"] = [Edge(**edge) for edge in chain["edges"]]
