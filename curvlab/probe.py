@@ -42,7 +42,8 @@ class Certificate:
 
     Attributes:
         symmetry: The largest of three.
-        repeatability: Where linearity is within the limit, that of linearity, which is no smaller.
+        repeatability: Measured where linearity fails; else linearity's, where noise would show at
+            about the same size.
         linearity: Of a mixture of three vectors.
         limit: Above which one of these fails.
         products: Made to measure them.

@@ -122,6 +122,6 @@ EXPERIMENT = Experiment(
         "demo": "about 3 min",
         "scaled": "about 5 min a seed",
         "few": "about 1.5 h on one core",
-        "full": "about 3.5 h on one core",
+        "full": "about 4 h on one core",
     },
 )

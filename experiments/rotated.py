@@ -36,7 +36,7 @@ class Only:
 
 Few = tuple[Only, ...] | None  # what is left out; None: nothing
 # At the size "few". OGD projects out thousands of directions in every step, and the low rate has
-# three times the steps: half an hour for a seed.
+# three times the steps: about 40 minutes for a seed.
 FEW: Few = (Only("OGD", LOW, (11,)),)
 
 
@@ -123,7 +123,7 @@ COMPARISONS = {
 # five seeds; the labels that compare share their trainings, which are nearly all of it
 COMPARISON_COST = {
     "demo": "about 4 min", "scaled": "about 30 min a seed", "few": "about 2 h on one core",
-    "full": "about 4 h on one core: OGD takes half an hour a seed at the low rate",
+    "full": "about 5 h on one core: OGD takes 40 min a seed at the low rate",
 }  # fmt: skip
 
 

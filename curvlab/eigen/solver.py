@@ -186,7 +186,7 @@ class Solver:
             worst: Residual of the wanted pair that is farthest from converging, in units of what
                 is allowed; at most 1 where the next step may end the search.
         """
-        wait = int(math.log(worst) / math.log(FASTEST)) if worst > 1.0 else 1
+        wait = int(math.log(min(worst, 1e30)) / math.log(FASTEST)) if worst > 1.0 else 1
         stride = max(self.options.stride, self.krylov.multiplied // 64)
         self.next_look = self.products.count + max(stride, wait)
 
