@@ -46,7 +46,7 @@ audit: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 and check w
 	$(RUN) -m curvlab_kernels.audit
 
 gpu-check: $(STAMP)  ## on a CUDA machine: confirm what cannot be confirmed without one
-	$(RUN) -m curvlab_kernels.gpu_check
+	$(RUN) -m curvlab_kernels.audit.gpu_check
 
 clean:  ## remove .venv and what runs wrote
 	rm -rf $(VENV) demo results .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -8,12 +8,13 @@ import torch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from curvlab_kernels import _triton, audit  # noqa: E402
+from curvlab_kernels import _triton  # noqa: E402
 from curvlab_kernels._triton.launch import Launch, recorded  # noqa: E402
-from curvlab_kernels.audit_address import address_errors  # noqa: E402
-from curvlab_kernels.audit_cases import FAR, cases  # noqa: E402
-from curvlab_kernels.audit_code import addresses, basis_loads, compile_launch, key  # noqa: E402
-from curvlab_kernels.audit_model import traffic  # noqa: E402
+from curvlab_kernels.audit import report  # noqa: E402
+from curvlab_kernels.audit.address import address_errors  # noqa: E402
+from curvlab_kernels.audit.cases import FAR, cases  # noqa: E402
+from curvlab_kernels.audit.machine_code import addresses, basis_loads, compile_launch, key  # noqa: E402
+from curvlab_kernels.audit.model import traffic  # noqa: E402
 
 pytestmark = pytest.mark.aot
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
@@ -156,20 +157,20 @@ def test_the_model_gives_a_projection_its_bytes():
 
 
 def test_the_quick_audit_passes(capsys):
-    assert audit.main(["--quick", "--arch", "80", "90", "100"]) == 0
+    assert report.main(["--quick", "--arch", "80", "90", "100"]) == 0
     printed = capsys.readouterr().out
     assert "0 failed" in printed
     assert "sm_100" in printed
 
 
 def test_a_failure_is_counted_and_explained(capsys, monkeypatch):
-    monkeypatch.setattr(audit, "_FAR_ENOUGH", 2**60)
+    monkeypatch.setattr(report, "_FAR_ENOUGH", 2**60)
     arguments = ["--quick", "--arch", "90", "--only", "project"]
-    assert audit.main(arguments) > 0
+    assert report.main(arguments) > 0
     assert "FAIL partials_kernel sm_90" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_the_whole_audit_passes(capsys):
-    assert audit.main([]) == 0
+    assert report.main([]) == 0
     assert "0 failed" in capsys.readouterr().out

@@ -6,7 +6,7 @@ own, all of them in two; each check is a test here.
 No kernel has a branch for the interpreter: what runs here is the source that the GPU runs. What
 does not run here is what the compiler makes of it: layouts, barriers, vector loads, fused
 multiply-adds, the GPU's conversions, and races. ``test_audit.py`` looks at the compiled code;
-``python -m curvlab_kernels.gpu_check`` looks at the rest, on a GPU.
+``python -m curvlab_kernels.audit.gpu_check`` looks at the rest, on a GPU.
 """
 
 import json
@@ -44,7 +44,7 @@ def interpret(names: list[str]) -> list[subprocess.Popen]:
 
 
 def check_names() -> list[str]:
-    from curvlab_kernels.agreement import checks
+    from curvlab_kernels.audit.agreement import checks
 
     return [check.name for check in checks()] + list(EXTRA)
 
@@ -91,8 +91,8 @@ def bytes_read(_device):
     import triton.runtime.interpreter as interpreter
     from curvlab_kernels import _triton
     from curvlab_kernels._triton.launch import recorded
-    from curvlab_kernels.agreement import basis, pieces, random
-    from curvlab_kernels.audit_model import traffic
+    from curvlab_kernels.audit.agreement import basis, pieces, random
+    from curvlab_kernels.audit.model import traffic
 
     m, n = 40, 1600  # a multiple of 16: no padding to be read along
     rows, _ = basis(m, n, torch.float32)
@@ -127,7 +127,8 @@ def bytes_read(_device):
 
 def broken_kernels_are_seen(device):
     """The comparison fails if a kernel misses one column, forgets a chunk, or writes nothing."""
-    from curvlab_kernels import _triton, agreement
+    from curvlab_kernels import _triton
+    from curvlab_kernels.audit import agreement
 
     whole = _triton.project_
     # The package has a function of the module's name.
@@ -165,7 +166,7 @@ def repeatable(_device):
     """Programs write their own partial sums, so the order in which they run changes nothing."""
     import triton.runtime.interpreter as interpreter
     from curvlab_kernels import _triton
-    from curvlab_kernels.agreement import basis, random
+    from curvlab_kernels.audit.agreement import basis, random
 
     rows, _ = basis(17, 1025, torch.float32)
     results = []
@@ -187,7 +188,7 @@ def repeatable(_device):
 
 def gpu_check_itself(device):
     """What of the GPU check can run here does: its own code has no other test without a GPU."""
-    from curvlab_kernels import gpu_check
+    from curvlab_kernels.audit import gpu_check
 
     gpu_check.repeatable(300, 3, torch.int8, device)
     gpu_check.accuracy(300, 3, device)
@@ -224,7 +225,7 @@ def test_the_package_and_its_reference_do_not_import_triton():
 
 @pytest.mark.gpu
 def test_a_gpu_agrees_too():
-    from curvlab_kernels import gpu_check
+    from curvlab_kernels.audit import gpu_check
 
     assert gpu_check.main([]) == 0
 
@@ -232,7 +233,7 @@ def test_a_gpu_agrees_too():
 def run(names: list[str]) -> None:
     """In a process of its own: run checks and print a line of JSON for each."""
     import triton.runtime.interpreter as interpreter
-    from curvlab_kernels.agreement import checks
+    from curvlab_kernels.audit.agreement import checks
 
     # Arguments are on the host already; and patching the language once per module is enough, where
     # the interpreter does it at every call of a function.

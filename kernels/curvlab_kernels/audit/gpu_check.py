@@ -1,4 +1,4 @@
-"""What only a GPU can confirm: ``python -m curvlab_kernels.gpu_check`` on a CUDA machine.
+"""What only a GPU can confirm: ``python -m curvlab_kernels.audit.gpu_check`` on a CUDA machine.
 
 Without a GPU the kernels are checked in two ways: their source runs in Triton's interpreter against
 the float64 reference, and their compiled code is read by ``python -m curvlab_kernels.audit``.
@@ -36,7 +36,7 @@ _MISSING = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run every check; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="curvlab_kernels.gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="curvlab_kernels.audit.gpu_check", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--n", type=int, default=LONG, help="columns of the timed problems")
     parser.add_argument("--m", type=int, default=20, help="rows of the timed problems")
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _checks(device: torch.device, n: int, m: int) -> Iterator[tuple[str, Callable[[], str]]]:
     from curvlab_kernels import _triton
-    from curvlab_kernels.agreement import checks
+    from curvlab_kernels.audit.agreement import checks
 
     readable = _triton.storage_dtypes(device)
     unreadable = {str(d).removeprefix("torch.") for d in LEVELS if d not in readable}
@@ -191,7 +191,7 @@ def moving_tensors(device: torch.device, n: int = 10_007, steps: int = 20) -> st
 
 def another_device() -> str:
     """Tensors on the second GPU while the first is current."""
-    from curvlab_kernels.agreement import project, project_list
+    from curvlab_kernels.audit.agreement import project, project_list
 
     project(17, 1025, torch.float32, torch.device("cuda", 1))
     project_list(17, 1025, torch.float32, torch.device("cuda", 1))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from curvlab_kernels._triton.launch import Launch
-from curvlab_kernels.audit_address import address_errors
+from curvlab_kernels.audit.address import address_errors
 
 BASIS = "rows"  # what every kernel calls its pointer to the basis
 WIDE = 128  # bits

@@ -1,6 +1,6 @@
 """Checks that the Triton kernels agree with the float64 reference, on any device they run on.
 
-On a GPU ``python -m curvlab_kernels.gpu_check`` runs them; without one the tests run the same
+On a GPU ``python -m curvlab_kernels.audit.gpu_check`` runs them; without one the tests run the same
 checks on the CPU through Triton's interpreter. A check raises ``AssertionError`` or says nothing.
 """
 
@@ -65,7 +65,7 @@ def checks() -> Iterator[Check]:
     yield Check("sgd-decay", partial(sgd_step, 3, 65, torch.float32, 0.1, 0.0))
     yield Check("sgd-gram-factor", partial(sgd_step, 5, 1023, torch.int8, 0.1, 0.9, True))
     yield Check("sgd-empty-basis", partial(sgd_step, 0, 65, torch.float32, 0.1, 0.9))
-    from curvlab_kernels.agreement_orthogonal import orthogonal_checks
+    from curvlab_kernels.audit.agreement_orthogonal import orthogonal_checks
 
     yield from orthogonal_checks()
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels import _triton, reference
-from curvlab_kernels.agreement import ORTHOGONALITY, Check, basis, close, random
+from curvlab_kernels.audit.agreement import ORTHOGONALITY, Check, basis, close, random
 
 
 def orthogonal_checks() -> Iterator[Check]:

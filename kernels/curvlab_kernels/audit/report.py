@@ -10,21 +10,27 @@ compiler and assembler in the triton wheel, and the result is read back. The aud
 
 It prints registers, shared memory, loads of the basis, bytes that can be in flight per SM, and for
 every operation the bytes it moves against the least possible, with the time they take at a given
-bandwidth. Those times are arithmetic, not measurements: ``python -m curvlab_kernels.gpu_check``
-takes the measurements.
+bandwidth. Those times are arithmetic, not measurements:
+``python -m curvlab_kernels.audit.gpu_check`` takes the measurements.
 """
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from curvlab_kernels._triton.launch import Launch
-from curvlab_kernels.audit_cases import DTYPES, LONG, Case, cases
-from curvlab_kernels.audit_code import BASIS, Compiled, addresses, compile_launch, key, signature
-from curvlab_kernels.audit_model import BANDWIDTH, in_flight, traffic
+from curvlab_kernels.audit.cases import DTYPES, LONG, Case, cases
+from curvlab_kernels.audit.machine_code import (
+    BASIS,
+    Compiled,
+    addresses,
+    compile_launch,
+    key,
+    signature,
+)
+from curvlab_kernels.audit.model import BANDWIDTH, in_flight, traffic
 
 ARCHITECTURES = (80, 90, 100)
 QUICK = ("project", "SGD step", "orthonormalise, 100 rows")
@@ -164,7 +170,3 @@ def _variant(launch: Launch) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-if __name__ == "__main__":
-    sys.exit(1 if main() else 0)
