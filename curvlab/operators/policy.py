@@ -22,6 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from curvlab.operators.accurate import Accurate
+
 log = logging.getLogger("curvlab")
 
 Mode = Literal["eval", "frozen masks", "batch statistics"]
@@ -121,7 +123,8 @@ def evaluation(
 
     Modes are set and everything a module keeps in its attributes (modes, cached activations, step
     counters) is put back; the global generators are seeded and restored; attention and recurrent
-    layers take implementations that have second derivatives; compiled submodules run eagerly.
+    layers take implementations that have second derivatives, and cross-entropies one that keeps
+    its digits; compiled submodules run eagerly.
     """
     attributes = [(module, dict(module.__dict__)) for module in flags]
     recurrent = any(isinstance(module, nn.RNNBase) for module in flags)
@@ -136,6 +139,7 @@ def evaluation(
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         if precision == "bfloat16":
             stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
+        stack.enter_context(Accurate())
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             for module, flag in flags.items():

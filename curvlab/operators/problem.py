@@ -8,9 +8,10 @@ between heads, a global the forward pass reads) is watched: every evaluation mus
 recorded at the start.
 """
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ from curvlab.operators.verify import (
     describe,
     require_additive,
     require_deterministic,
+    same,
     settle_reduction,
 )
 from curvlab.parameters import Selection, layout_of, select_parameters
@@ -187,6 +189,29 @@ class Problem:
         with torch.no_grad():
             return float(require_scalar(self._run(self.terms.whole, Chunk(batch), seed=seed)))
 
+    @contextlib.contextmanager
+    def moved(self, relative: float) -> Iterator[None]:
+        """Every parameter a little off, each by ``relative`` times itself, up or down at random.
+
+        Only for the checks at construction, when nobody else has the problem.
+        """
+        kept = self.parameters, self.fixed
+        generator = torch.Generator().manual_seed(0)
+
+        def move(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8)
+            signs = signs.mul_(2).sub_(1).to(tensor.device)
+            return torch.addcmul(tensor.detach(), tensor.detach(), signs, value=relative)
+
+        self.parameters = tuple(move(tensor).requires_grad_() for tensor in kept[0])
+        self.fixed = {name: move(tensor) for name, tensor in kept[1].items()}
+        try:
+            yield
+        finally:
+            self.parameters, self.fixed = kept
+
     def depends(self, batch: Any) -> bool:
         """Whether a selected parameter affects the loss of ``batch``."""
         value = require_scalar(self._run(self.terms.whole, Chunk(batch)))
@@ -251,7 +276,8 @@ class Problem:
         if not self.values:  # the data are not cut yet: a small chunk is being measured
             return
         expected, now = self.values[chunk.number], float(value.detach())
-        if not abs(now - expected) <= self.tolerance * max(abs(now), abs(expected)):
+        weight = chunk.weight or 1.0
+        if not same(self, chunk.batch, now / weight, expected / weight):
             raise OperatorError(
                 f"the loss of chunk {chunk.number} was {expected:.9g} when the operator was made "
                 f"and is {now:.9g} now: something outside the copied parameters, buffers and data "

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from curvlab.operators.problem import Problem
 
 MIXED = 48  # samples picked from all over the data
+# Rounding happens in every operation, the parameters' is measured. A wrong reduction, a coupling of
+# samples or a wrong engine is off by far more than this, wherever there is anything but rounding.
+MARGIN = 30.0
 
 
 def require_deterministic(problem: "Problem") -> None:
@@ -22,7 +25,7 @@ def require_deterministic(problem: "Problem") -> None:
     problem.inputs_change = any(tensor._version for tensor in tensors(copied))
     seeds = (0, 0) if problem.masks_frozen else (0, 1)
     once, again = (problem.value(batch, seed) for seed in seeds)
-    if math.isfinite(once) and abs(once - again) > problem.tolerance * abs(once):
+    if math.isfinite(once) and not same(problem, batch, once, again):
         raise ValueError(
             f"the loss of the same samples is {once:.9g}, then {again:.9g}: the model or the loss "
             "draws random numbers (functional dropout, noise, sampling). Call model.eval(), or "
@@ -86,7 +89,39 @@ def additive(problem: "Problem", batch: Any, value: float, reduction: str) -> bo
     # a part that counts nothing (all targets ignored) has no mean
     terms = [n * problem.value(part, 0) for part, n in zip(parts, counts, strict=True) if n]
     together = math.fsum(terms) / (math.fsum(counts) if mean else 1.0)
-    return abs(value - together) <= problem.tolerance * max(abs(value), abs(together))
+    return same(problem, batch, value, together)
+
+
+def same(problem: "Problem", batch: Any, one: float, other: float) -> bool:
+    """Whether two values of the loss of ``batch`` differ by no more than rounding explains.
+
+    Where they differ by more than rounding of well-scaled numbers leaves, the rounding of this loss
+    at these parameters is measured: near a perfect fit a loss can be all rounding.
+    """
+    gap = abs(one - other)
+    if gap <= problem.tolerance * max(abs(one), abs(other)):
+        return True
+    return gap <= MARGIN * rounding(problem, batch)
+
+
+def rounding(problem: "Problem", batch: Any) -> float:
+    """How far the loss of ``batch`` moves when all parameters move by as much as they are rounded.
+
+    A larger step, of which only what is not smooth is taken, shows arithmetic inside the model that
+    is coarser than the parameters' own.
+    """
+    unit = float(torch.finfo(problem.dtype).eps)
+
+    def at(step: float) -> float:
+        with problem.moved(step):
+            return problem.value(batch, 0)
+
+    here = problem.value(batch, 0)
+    if abs(problem.value(batch, 0) - here) > problem.tolerance * abs(here):
+        return 0.0  # random: that is not rounding
+    step = 0.1 * unit**0.5
+    rough = 0.5 * abs((at(step) - here) + (at(-step) - here))
+    return max(abs(at(unit) - here), abs(at(-unit) - here), rough)
 
 
 def describe(batch: Any) -> str:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 
+from curvlab.operators.accurate import curve, excess
+
 # Elementwise, without parameters or randomness, and with a right double backward in torch.
 PIECEWISE_LINEAR: tuple[type[nn.Module], ...] = (
     nn.Identity,
@@ -51,9 +53,7 @@ class CrossEntropy:
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of the unscaled sum with respect to ``outputs``: ``softmax - one_hot``."""
-        return outputs.softmax(1).scatter_add_(
-            1, targets.unsqueeze(1), outputs.new_full((len(outputs), 1), -1.0)
-        )
+        return excess(outputs, targets)
 
     def state(self, outputs: Tensor) -> Tensor:
         """What :meth:`curve` needs to know of the outputs: the probabilities ``(N, C)``."""
@@ -61,9 +61,7 @@ class CrossEntropy:
 
     def curve(self, state: Tensor, tangents: Tensor) -> Tensor:
         """The Hessian ``diag(p) - pp'`` times ``tangents`` ``(N, b, C)``."""
-        p = state.unsqueeze(1)
-        weighted = p * tangents
-        return weighted.addcmul_(p, weighted.sum(-1, keepdim=True), value=-1.0)
+        return curve(state.unsqueeze(1), tangents)
 
 
 @dataclass(frozen=True, slots=True)
