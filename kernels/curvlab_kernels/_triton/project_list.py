@@ -73,6 +73,7 @@ def project_list_(
         SCALED=scales is not None,
         ELEMENT=ELEMENTS[tensors[0].dtype],
         WORK=work,
+        reaches=where.tensors,
     )
     return removed
 
@@ -128,6 +129,7 @@ def list_coefficients(
         SCALED=scales is not None,
         ELEMENT=ELEMENTS[example.dtype],
         WORK=work,
+        reaches=where.tensors,
     )
     if factor is None and chunks <= FEW:
         return partials, torch.empty(m, dtype=torch.float64, device=rows.device)

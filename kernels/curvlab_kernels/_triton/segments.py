@@ -28,11 +28,13 @@ class Segments:
         table: ``(tensors, 2 + lists)`` int64: first column, length, address in every list.
         index: ``(windows + 1,)`` int32: the tensor that holds the first column of each window.
         n: Columns in all.
+        tensors: What the table's addresses point to.
     """
 
     table: Tensor
     index: Tensor
     n: int
+    tensors: tuple[Tensor, ...]
 
 
 def segments(*lists: Sequence[Tensor]) -> Segments:
@@ -41,7 +43,8 @@ def segments(*lists: Sequence[Tensor]) -> Segments:
     sizes = tuple(tensors[0].numel() for tensors in full)
     addresses = tuple(tuple(tensor.data_ptr() for tensor in tensors) for tensors in full)
     device = lists[0][0].device
-    return Segments(_table(sizes, addresses, device), _index(sizes, device), sum(sizes))
+    tensors = tuple(tensor for group in full for tensor in group)
+    return Segments(_table(sizes, addresses, device), _index(sizes, device), sum(sizes), tensors)
 
 
 # Both depend on nothing but their arguments, so an entry is never stale. Parameters stay where they

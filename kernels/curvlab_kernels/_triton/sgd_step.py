@@ -82,6 +82,7 @@ def sgd_step_(
         SCALED=scales is not None,
         ELEMENT=ELEMENTS[example.dtype],
         WORK=work,
+        reaches=where.tensors,
     )
     return removed
 
