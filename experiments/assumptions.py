@@ -12,7 +12,7 @@ from curvlab.learners.seeds import derived_generator
 from curvlab.metrics import Estimate, block_diagonality, layer_labels, spectral_similarity
 from curvlab.parameters import layout_of, select_parameters
 from curvlab.training import Run
-from experiments.curvature import gauss_newton, hessian
+from experiments.curvature import gauss_newton
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.paper import HIGH, LOW
 from experiments.rotated import (
@@ -56,7 +56,7 @@ def _diagonality(config: Config, shelf: Shelf, training: Training, one: Run) -> 
     labels = layer_labels(layout_of(select_parameters(shelf.model(training, one.seed))))
     scores = [
         block_diagonality(
-            hessian(shelf, training, one, task), labels, columns=config.columns,
+            shelf.hessian(training, one, task), labels, columns=config.columns,
             generator=derived_generator(one.seed, "columns", task),
         )
         for task in range(len(one.tasks))
@@ -67,7 +67,7 @@ def _diagonality(config: Config, shelf: Shelf, training: Training, one: Run) -> 
 def _similarity(config: Config, shelf: Shelf, training: Training, one: Run) -> Metrics:
     scores = [
         spectral_similarity(
-            gauss_newton(shelf, training, one, task), hessian(shelf, training, one, task),
+            gauss_newton(shelf, training, one, task), shelf.hessian(training, one, task),
             probes=config.probes, generator=derived_generator(one.seed, "probes", task),
         )
         for task in range(len(one.tasks))

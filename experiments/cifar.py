@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from experiments.choices import Algorithm
 from experiments.experiment import BySeed
 from experiments.rotated import lower_rows, square
 from experiments.shelf import Shelf, Training
@@ -29,8 +30,8 @@ class Network:
         """The trainings by the name of their row."""
         rows = {f"{self.name}, SGD": self.training}
         for k in self.ks:
-            dagger = replace(self.training, learner="SGD-dagger-k", level=float(k))
-            rows[f"{self.name}, SGD-dagger-{k}"] = dagger
+            dagger = Algorithm("SGD-dagger", k=k, first_k=max(self.ks))
+            rows[f"{self.name}, SGD-dagger-{k}"] = replace(self.training, learner=dagger)
         return rows
 
 
@@ -55,13 +56,13 @@ VIT_100 = Network("ViT", Training(
 
 
 def measure(networks: Sequence[Network], seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
-    """By row: test accuracies ``[t][o]``, o <= t; directions in memory after each task; P."""
+    """By row: test accuracies ``[t][o]``, o <= t; directions kept for the later tasks; P."""
     metrics: dict[int, Metrics] = {seed: {} for seed in seeds}
     for row, training in rows_of(networks).items():
         for run in shelf.runs(training, seeds):
             metrics[run.seed][row] = {
                 "accuracy": lower_rows(run.test_accuracy),
-                "directions": [note.get("directions", 0) for note in run.notes],
+                "directions": [note.get("directions", 0) for note in run.notes[:-1]],
                 "parameters": run.initial.numel(),
             }
     return metrics

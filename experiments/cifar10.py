@@ -49,6 +49,7 @@ SCALED = Config((
         test=1000, samples=100,
     )),
 ))  # fmt: skip
+FEW = Config((RESNET_10,))
 FULL = Config((RESNET_10, VIT_10))
 
 
@@ -108,7 +109,7 @@ EXPERIMENT = Experiment(
     also=("Table:acc-C10",),
     what="Forgetting and accuracy of SGD and SGD-dagger-k on Split CIFAR-10, ResNet and ViT",
     data="cifar10",
-    sizes={"demo": DEMO, "scaled": SCALED, "full": FULL},
+    sizes={"demo": DEMO, "scaled": SCALED, "few": FEW, "full": FULL},
     run=run,
     tables=tables,
     claims=claims,
@@ -116,6 +117,7 @@ EXPERIMENT = Experiment(
     cost={
         "demo": "about 3 min, shared with tab:other-arch",
         "scaled": "20 min on 2 cores, shared with tab:other-arch",
+        "few": "about 40 min a seed on one core: the ResNet alone",
         "full": "about 6 h on one A100, --device cuda (estimate, not run)",
     },
 )

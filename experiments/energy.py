@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from curvlab.metrics import average_accuracy
+from experiments.choices import Algorithm
 from experiments.experiment import BySeed, Experiment
 from experiments.figures import curve, panels, save
 from experiments.paper import HIGH, LOW
@@ -24,7 +25,9 @@ class Config:
 
 
 def trainings(config: Config) -> list[Training]:
-    dagger = [config.stream.training(config.rate, "SGD-dagger", eps) for eps in config.levels]
+    dagger = [
+        config.stream.training(config.rate, Algorithm("SGD-dagger", eps)) for eps in config.levels
+    ]
     return [config.stream.training(config.rate), *dagger]
 
 

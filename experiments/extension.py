@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from curvlab.metrics import average_accuracy
+from experiments.choices import Algorithm
 from experiments.experiment import BySeed, Experiment
 from experiments.figures import curve, panels, save
 from experiments.paper import HIGH
@@ -21,25 +22,29 @@ from experiments.tables import Claim, Metrics, Table, claim
 
 @dataclass(frozen=True)
 class Entry:
-    """A row: the learner with its own figure and network, and whether it is told the task."""
+    """A row: the learner and its network, and whether it is told the task."""
 
-    learner: str
-    level: float
+    learner: Algorithm
     network: str = "mlp"
     told: bool = False
 
 
+# EWC's strength of 100 diverges at the scaled rate
+SGD, EWC, DAGGER = Algorithm(), Algorithm("EWC", strength=10.0), Algorithm("SGD-dagger", k=20)
+OGD, GPM, KWINNERS = Algorithm("OGD", 0.05), Algorithm("GPM", 0.01), Algorithm("k-winners", 0.01)
+PACKNET, POWERS = Algorithm("PackNet", pruned=0.75), Algorithm("Powerpropagation", pruned=0.75)
+
 ENTRIES = (
-    Entry("SGD", 0.0),
-    Entry("EWC", 10.0),  # strength; 100 diverges at the scaled rate
-    Entry("SGD-dagger-k", 20),
-    Entry("OGD", 0.05),
-    Entry("GPM", 0.01, "mlp_unbiased"),
-    Entry("k-winners", 0.01, "mlp_kwinners"),
-    Entry("PackNet", 0.75, told=True),
-    Entry("Powerpropagation", 0.75, "mlp_powers", told=True),
-    Entry("SpaceNet", 0.0, told=True),
-    Entry("Progressive", 0.0, "mlp_columns", told=True),
+    Entry(SGD),
+    Entry(EWC),
+    Entry(DAGGER),
+    Entry(OGD),
+    Entry(GPM, "mlp_unbiased"),
+    Entry(KWINNERS, "mlp_kwinners"),
+    Entry(PACKNET, told=True),
+    Entry(POWERS, "mlp_powers", told=True),
+    Entry(Algorithm("SpaceNet"), told=True),
+    Entry(Algorithm("Progressive"), "mlp_columns", told=True),
 )
 
 
@@ -69,8 +74,7 @@ class Config:
         return f"at the high rate, {self.stream.caption}"
 
     def training(self, entry: Entry) -> Training:
-        stream = self.stream.training(HIGH, entry.learner, entry.level)
-        return replace(stream, network=entry.network)
+        return replace(self.stream.training(HIGH, entry.learner), network=entry.network)
 
 
 def trainings(config: Listing) -> list[Training]:
@@ -87,13 +91,9 @@ def run(config: Listing, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metric
 
 def _name(entry: Entry) -> str:
     """In the metrics."""
-    return f"{entry.learner}{', told the task' if entry.told else ''}"
+    return f"{entry.learner.name}{', told the task' if entry.told else ''}"
 
 
-FIGURES = {  # what a learner's own figure is
-    "EWC": "strength {:g}", "SGD-dagger-k": "k = {:g}", "OGD": "eps = {:g}", "GPM": "eps = {:g}",
-    "k-winners": "eps = {:g}", "PackNet": "prunes {:.0%}", "Powerpropagation": "prunes {:.0%}",
-}  # fmt: skip
 KINDS = {  # of MLP, by the end of a network's name
     "": "MLP", "unbiased": "MLP without biases", "kwinners": "k-winner MLP with GPM",
     "powers": "MLP of powers", "columns": "an MLP per task",
@@ -102,14 +102,13 @@ KINDS = {  # of MLP, by the end of a network's name
 
 def shown(entry: Entry) -> str:
     """The learner in words."""
-    return entry.learner.removesuffix("-k").removesuffix("-pixels")
+    return entry.learner.name.removesuffix("-pixels")
 
 
 def row_of(entry: Entry) -> str:
     """In the table: the learner, its figure and its network."""
-    figure = FIGURES.get(entry.learner, "").format(entry.level)
-    kind = KINDS[entry.network.partition("_")[2]]
-    facts = ", ".join(filter(None, (figure, kind)))
+    figures = str(entry.learner).split(", ")[1:]
+    facts = ", ".join([*figures, KINDS[entry.network.partition("_")[2]]])
     return f"{shown(entry)}{', told the task' if entry.told else ''} ({facts})"
 
 
@@ -131,8 +130,8 @@ def claims(config: Listing, metrics: BySeed) -> list[Claim]:
     [table] = tables(config, metrics)
     lost = {entry: table.mean(row_of(entry), "E(T)") for entry in config.entries}
     told = [value for entry, value in lost.items() if entry.told]
-    sgd = [value for entry, value in lost.items() if entry.learner == "SGD"]
-    others = [v for entry, v in lost.items() if not entry.told and entry.learner != "SGD"]
+    sgd = [value for entry, value in lost.items() if entry.learner == SGD]
+    others = [v for entry, v in lost.items() if not entry.told and entry.learner != SGD]
     return [
         claim("strict parameter isolation forgets nothing at all", told or [float("nan")],
               lambda *e: max(map(abs, e)) == 0.0, ours=True),

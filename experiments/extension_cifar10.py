@@ -7,21 +7,37 @@ ViT on this stream is in tab:other-arch.
 
 from dataclasses import dataclass, replace
 
+from experiments.choices import Algorithm
 from experiments.experiment import Experiment
-from experiments.extension import Entry, claims, figure, run, tables, trainings
+from experiments.extension import (
+    DAGGER,
+    EWC,
+    GPM,
+    KWINNERS,
+    OGD,
+    PACKNET,
+    POWERS,
+    SGD,
+    Entry,
+    claims,
+    figure,
+    run,
+    tables,
+    trainings,
+)
 from experiments.shelf import Training
 
 ENTRIES = (
-    Entry("SGD", 0.0, "pixels"),
-    Entry("EWC", 10.0, "pixels"),
-    Entry("SGD-dagger-k", 20, "pixels"),
-    Entry("OGD", 0.05, "pixels"),
-    Entry("GPM", 0.01, "pixels_unbiased"),
-    Entry("k-winners", 0.01, "pixels_kwinners"),
-    Entry("PackNet", 0.75, "pixels", told=True),
-    Entry("Powerpropagation", 0.75, "pixels_powers", told=True),
-    Entry("SpaceNet-pixels", 0.0, "pixels", told=True),
-    Entry("Progressive", 0.0, "pixels_columns", told=True),
+    Entry(SGD, "pixels"),
+    Entry(EWC, "pixels"),
+    Entry(DAGGER, "pixels"),
+    Entry(OGD, "pixels"),
+    Entry(GPM, "pixels_unbiased"),
+    Entry(KWINNERS, "pixels_kwinners"),
+    Entry(PACKNET, "pixels", told=True),
+    Entry(POWERS, "pixels_powers", told=True),
+    Entry(Algorithm("SpaceNet-pixels"), "pixels", told=True),
+    Entry(Algorithm("Progressive"), "pixels_columns", told=True),
 )
 
 
@@ -44,7 +60,7 @@ class Config:
         )
 
     def training(self, entry: Entry) -> Training:
-        return replace(self.stream, learner=entry.learner, level=entry.level, network=entry.network)
+        return replace(self.stream, learner=entry.learner, network=entry.network)
 
 
 # Rate times steps per task is 100 at every size.

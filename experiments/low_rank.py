@@ -23,7 +23,6 @@ from curvlab.metrics import (
 from curvlab.training import Run
 from experiments import cifar10
 from experiments.cifar import RESNET_100
-from experiments.curvature import hessian
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.shelf import Shelf, Training
 from experiments.tables import Claim, Metrics, Table, claim
@@ -72,7 +71,7 @@ def _predictions(config: Config, run: Run, shelf: Shelf) -> Metrics:
 
 def expansions(config: Config, run: Run, shelf: Shelf) -> dict[str, Expansion]:
     """One per rank, and the exact one. Each Hessian is decomposed once, for the largest rank."""
-    operators = [hessian(shelf, config.training, run, o) for o in range(len(run.tasks) - 1)]
+    operators = [shelf.hessian(config.training, run, o) for o in range(len(run.tasks) - 1)]
     gradients = [one.gradient() for one in operators]
     pairs = [
         lanczos(one, max(config.ranks), tol=config.tol, seed=derived_seed(run.seed, "rank", o),

@@ -19,7 +19,6 @@ from curvlab.eigen import lanczos
 from curvlab.learners.seeds import derived_generator, derived_seed
 from curvlab.metrics import Perturbation, error_at, loss_at, perturb
 from curvlab.training import Run
-from experiments.curvature import hessian, hessian_samples
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.figures import curve, panels, save
 from experiments.paper import HIGH
@@ -60,10 +59,10 @@ def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics
 def _around(config: Config, shelf: Shelf, one: Run, task: int) -> Metrics:
     """Scores around one solution, on the samples of its Hessian."""
     seed = derived_seed(one.seed, "perturbation", task)
-    operator = hessian(shelf, config.training, one, task)
+    operator = shelf.hessian(config.training, one, task)
     pairs = lanczos(operator, config.directions, tol=config.tol, seed=seed, progress=False)
     pairs.require_converged()
-    samples = hessian_samples(shelf, config.training, one.seed, task)
+    samples = shelf.hessian_samples(config.training, one.seed, task)
     model = shelf.model_after(config.training, one, task)
     found: Metrics = {"values": rounded(pairs.values.tolist())}
     for name, measure in (("loss", loss_at), ("error", error_at)):

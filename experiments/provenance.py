@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from experiments.choices import Algorithm
 from experiments.costs import count, duration
 from experiments.findings import Finding
 from experiments.markup import Markup, joined, table, tag
@@ -49,7 +50,7 @@ def runs(results: Iterable[Result]) -> Markup | None:
             row[-1] for one in seeds.values() for row in one.metrics.get("test_accuracy", [])
         ]
         rows.append([
-            f"{config.get('learner')} {config.get('level', 0):g}",
+            str(Algorithm(**config["learner"])),
             f"{config.get('stream')}, {config.get('network')}",
             f"{config.get('rates')}, {config.get('epochs')}",
             " ".join(map(str, sorted(seeds))),

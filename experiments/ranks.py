@@ -21,7 +21,6 @@ import torch
 
 from curvlab.metrics import counts_above, spectrum_above
 from curvlab.operators import average
-from experiments.curvature import hessian
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.figures import curve, panels, save
 from experiments.paper import HIGH
@@ -47,7 +46,7 @@ def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics
     found: dict[int, Metrics] = {}
     for one in shelf.runs(training, seeds):
         tasks = range(len(one.tasks))
-        hessians = [hessian(shelf, training, one, task) for task in tasks]
+        hessians = [shelf.hessian(training, one, task) for task in tasks]
         n = hessians[0].n
         rounding = n * float(torch.finfo(torch.float32).eps)
         rows = []

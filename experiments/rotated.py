@@ -17,6 +17,7 @@ from curvlab.metrics import (
     current_accuracy,
 )
 from curvlab.training import Run
+from experiments.choices import Algorithm
 from experiments.experiment import rounded
 from experiments.paper import HIGH, LOW
 from experiments.shelf import Training
@@ -56,15 +57,14 @@ class Rotated:
     network: str = "mlp"  # and its twin without biases for GPM
     embedded: bool = False
 
-    def training(self, rate: str, learner: str = "SGD", level: float | None = None) -> Training:
-        """``rate`` is ``LOW`` or ``HIGH``; ``level`` is the learner's figure, by default eps."""
-        if level is None:
-            level = 0.0 if learner == "SGD" else self.epsilon
+    def training(self, rate: str, learner: str | Algorithm = "SGD") -> Training:
+        """``rate`` is ``LOW`` or ``HIGH``; a learner that is only named has the stream's eps."""
+        if isinstance(learner, str):
+            learner = Algorithm(learner, None if learner == "SGD" else self.epsilon)
         return Training(
             "rotated_mnist",
-            f"{self.network}_unbiased" if learner == "GPM" else self.network,
+            f"{self.network}_unbiased" if learner.name == "GPM" else self.network,
             learner,
-            level,
             rates=self.high if rate == HIGH else self.low,
             epochs=self.epochs_high if rate == HIGH else self.epochs_low,
             tasks=self.tasks,

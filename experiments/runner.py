@@ -56,7 +56,7 @@ class Work:
         what = self.label
         if self.training is not None:
             one = self.training
-            what = f"{one.learner} {one.level:g} on {one.stream}, rates {one.rates}"
+            what = f"{one.learner} on {one.stream}, rates {one.rates}"
         return f"{what} ({self.size}, seeds {' '.join(map(str, self.seeds))})"
 
 
@@ -86,9 +86,9 @@ def measure(work: Work, place: Place) -> dict[int, Metrics]:
         for training in _trainings(experiment, config) if missing else ():
             shelf.runs(training, missing)  # side by side
         for seed in missing:  # one by one: what is measured stays when the next one fails
-            began = time.perf_counter()
+            began = time.process_time()
             [metrics] = experiment.run(config, [seed], shelf).values()
-            seconds = time.perf_counter() - began
+            seconds = time.process_time() - began
             store.append([
                 make_result(experiment.label, work.size, seed, config, metrics, seconds,
                             experiment.version, command)

@@ -3,6 +3,9 @@
 A :class:`Training` says all that decides a run but the seed. The shelf trains what is missing (all
 missing seeds side by side), keeps one file per seed under ``runs/`` and hands out what is there.
 Training stops and resumes at its checkpoint; two processes that want the same runs train them once.
+
+Learners whose first task is plain SGD branch from one run of that task (on Split CIFAR-10 it is
+200,000 of 240,000 samples), and those that differ in k alone share the eigenpairs of its Hessian.
 """
 
 import hashlib
@@ -10,19 +13,23 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.functional import cross_entropy
 
+from curvlab.eigen import Eigenpairs, lanczos
+from curvlab.learners.seeds import derived_generator, derived_seed
 from curvlab.learners.statistics import BatchNormPolicy
+from curvlab.operators import Hessian
 from curvlab.parameters import load_parameter_vector
 from curvlab.storage import StorageError
-from curvlab.tasks import Task, limit
+from curvlab.tasks import Samples, Task, limit, subset
 from curvlab.training import Evaluation, Run, Schedule, learn
-from experiments.choices import LEARNERS, NETWORKS, STREAMS
+from experiments.choices import NETWORKS, PLAIN, STREAMS, Algorithm
 from experiments.store import Store, key_of, make_result
 
 VERSION = "1"  # raised when a change of the library changes what training gives
@@ -35,8 +42,7 @@ class Training:
 
     stream: str
     network: str
-    learner: str = "SGD"
-    level: float = 0.0  # the learner's own figure: eps, k or strength
+    learner: Algorithm = PLAIN
     rates: str = "0.01"  # of the first and the later tasks, in the paper's notation: "{0.01, 1e-5}"
     epochs: str = "5"  # "{30/60/70, 10}": the rate decays after 30 and 60, the task ends at 70
     tasks: int | None = None  # the first so many; None is all
@@ -53,6 +59,10 @@ class Training:
     @property
     def key(self) -> str:
         return key_of("training", self, 0, VERSION)
+
+    def first_task(self) -> "Training":
+        """SGD on the first task alone, from which learners branch that train it in this way."""
+        return replace(self, learner=PLAIN, tasks=1, samples=0)
 
 
 @dataclass(frozen=True)
@@ -116,18 +126,55 @@ class Shelf:
         except StorageError as error:
             raise StorageError(f"{error}. Delete the file, and the run is trained again") from error
 
+    def hessian_samples(self, training: Training, seed: int, task: int) -> Samples:
+        """The random training samples of a task on which its Hessian is taken.
+
+        They are those that SGD-dagger takes for the same seed and task.
+        """
+        train = self.tasks(training)[task].train
+        generator = derived_generator(seed, "hessian", task)
+        return subset(train, min(training.samples, len(train)), seed=generator).to(self.device)
+
+    def hessian(self, training: Training, run: Run, task: int) -> Hessian:
+        """H_o at theta_o."""
+        chosen = self.hessian_samples(training, run.seed, task)
+        model = self.model_after(training, run, task)
+        return Hessian(model, cross_entropy, (chosen.inputs, chosen.targets))
+
+    def _first_pairs(self, training: Training, seed: int) -> Eigenpairs:
+        """Leading eigenpairs after the first task, solved once for every k up to ``first_k``."""
+        k, first = training.learner.first_k or 0, training.first_task()
+        measured = replace(first, samples=training.samples)  # whose Hessian it is
+        name = f"{measured.key}-{seed}-{k}.eigenpairs"
+        path = self.store.folder / "runs" / f"{name}.safetensors"
+        [run] = self.runs(first, [seed])
+        with self.store.locked(name):
+            if not path.exists():
+                hessian = self.hessian(measured, run, 0)
+                solved = derived_seed(seed, "lanczos", 0)
+                pairs = lanczos(hessian, k, tol=1e-3, seed=solved, progress=False)
+                pairs.unless_interrupted().save(path)
+        return Eigenpairs.load(path, self.device)
+
     def _train(self, training: Training, seeds: list[int]) -> None:
-        began = time.perf_counter()
+        began = time.process_time()
         # named after the seeds too: they are trained as one program and stop as one
         group = hashlib.sha256(json.dumps([training.key, seeds]).encode()).hexdigest()[:16]
         checkpoint = self.store.folder / "runs" / f"{group}.checkpoint"
         network = NETWORKS[training.network]
+        pairs = None
+        if training.learner.first_k is not None:
+            pairs = [self._first_pairs(training, seed) for seed in seeds]
+        learner = training.learner.build(training.samples, pairs)
+        branches = learner.serves_later_tasks and len(self.tasks(training)) > 1
         runs = learn(
             lambda seed: self.model(training, seed),
             self.tasks(training),
-            LEARNERS[training.learner](training.level, training.samples),
+            learner,
             training.schedule(),
             seeds=seeds,
+            first=self.runs(training.first_task(), seeds) if branches else None,
+            after_last=not branches,
             batch_size=training.batch_size,
             batchnorm=training.batchnorm,
             evaluation=Evaluation(train=0),
@@ -135,21 +182,23 @@ class Shelf:
             checkpoint_every=network.save_every,
             progress=self.progress,
         )
-        for run in runs:
-            run.save(self.file(training, run.seed))
-        spent = time.perf_counter() - began
+        spent = time.process_time() - began
+        # the lines first: a run whose file is there is never trained again, nor its line written
         self.store.append([
             make_result(LABEL, "", run.seed, training, _summary(run), spent / len(runs), VERSION,
                         self.command)
             for run in runs
         ])  # fmt: skip
+        for run in runs:
+            run.save(self.file(training, run.seed))
         checkpoint.unlink()
 
 
 def _summary(run: Run) -> dict[str, Any]:
     """Test accuracies, what the learner keeps, and the seconds of all seeds together."""
-    kept = ("directions", "ranks", "k", "memory_bytes", "products", "train_seconds",
-            "transform_seconds", "after_task_seconds", "evaluate_seconds", "steps")  # fmt: skip
+    kept = ("directions", "ranks", "k", "converged", "residual", "complete", "memory_bytes",
+            "products", "train_seconds", "transform_seconds", "after_task_seconds",
+            "evaluate_seconds", "cpu_seconds", "steps")  # fmt: skip
     return {
         "test_accuracy": [
             [round(a, 4) for a in row[: t + 1]] for t, row in enumerate(run.test_accuracy.tolist())
@@ -161,7 +210,9 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    return round(value, 1) if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return round(value, 1) if value > 10.0 else float(f"{value:.2g}")
 
 
 @lru_cache(maxsize=8)

@@ -33,7 +33,7 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One line: what was computed, from what, where and how long it took."""
+    """One line: what was computed, from what, where and how many processor seconds it took."""
 
     key: str
     label: str
@@ -134,11 +134,18 @@ def key_of(label: str, config: object, seed: int, version: str) -> str:
 
 
 def plain(config: object) -> dict[str, Any]:
-    """A configuration as JSON: the fields of a frozen dataclass, with tuples as lists."""
+    """A configuration as JSON: the fields of a frozen dataclass, with tuples as lists.
+
+    What is ``None`` is left out: a new option that is ``None`` by default leaves old results valid.
+    """
     if not is_dataclass(config) or isinstance(config, type):
         raise TypeError(f"a configuration is a dataclass instance; got {type(config).__name__}")
-    value: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    value: dict[str, Any] = json.loads(json.dumps(asdict(config, dict_factory=_set_ones)))
     return value
+
+
+def _set_ones(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if value is not None}
 
 
 def make_result(

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 import pytest
 
 from experiments import __main__ as command
+from experiments.choices import Algorithm
 from experiments.costs import Spent, duration, spent
 from experiments.experiment import Experiment
 from experiments.shelf import LABEL, VERSION, Training
 from experiments.store import Store, make_result
 
 TRAINING = Training("rotated_mnist", "mlp_tiny")
-OTHER = replace(TRAINING, learner="GPM")
+OTHER = replace(TRAINING, learner=Algorithm("GPM", 0.1))
 
 
 @dataclass(frozen=True)

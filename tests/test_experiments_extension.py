@@ -9,7 +9,6 @@ import torch
 from curvlab.parameters import parameter_count
 from experiments import extension, extension_cifar10, perturbation, perturbation_sizes
 from experiments.choices import LEARNERS, NETWORKS, STREAMS
-from experiments.curvature import hessian_samples
 from experiments.runner import Place, Work, measure
 from experiments.shelf import Shelf, Training
 from experiments.store import Store
@@ -78,7 +77,7 @@ def test_the_two_halves_of_the_extension_compare_the_same_learners_and_these_are
         for entries in (extension.ENTRIES, extension_cifar10.ENTRIES)
     ]
     assert halves[0] == halves[1]
-    known = {name.removesuffix("-k").removesuffix("-pixels") for name in LEARNERS}
+    known = {"SGD-dagger", *(name.removesuffix("-pixels") for name in LEARNERS)}
     assert {name for name, _ in halves[0]} == known
 
 
@@ -128,7 +127,7 @@ def test_three_networks_stand_beside_each_other_and_the_ball_is_judged_by_their_
 def test_networks_and_samples_are_on_the_device_that_was_asked_for(tmp_path):
     shelf = Shelf(Store(tmp_path), device="meta")  # no such numbers, but a device like any other
     assert {p.device.type for p in shelf.model(TINY, 11).parameters()} == {"meta"}
-    assert hessian_samples(shelf, TINY, 11, 0).inputs.device.type == "meta"
+    assert shelf.hessian_samples(TINY, 11, 0).inputs.device.type == "meta"
 
 
 def test_a_result_says_on_which_device_it_was_made(tmp_path):

@@ -14,6 +14,7 @@ from experiments.findings import findings_of
 from experiments.markup import Markup, joined, tag
 from experiments.registry import EXPERIMENTS
 from experiments.report import write
+from experiments.shelf import Training
 from experiments.store import Store, StoreError, make_result
 from experiments.tables import Claim, Table, claim
 
@@ -263,8 +264,9 @@ def test_results_of_another_configuration_are_counted_and_not_shown(tmp_path):
 def test_trainings_are_listed_with_their_time(tmp_path):
     store, one = Store(tmp_path / "r"), experiment()
     add(store, one, "full")
+    training = Training("rotated_mnist", "mlp_tiny")
     for seed in (11, 13):
-        store.append([make_result("run", "", seed, Config(), {"test_accuracy": [[0.5], [0.1, 0.7]]},
+        store.append([make_result("run", "", seed, training, {"test_accuracy": [[0.5], [0.1, 0.7]]},
                                   60.0, "1", "")])  # fmt: skip
     text, _ = page(store, tmp_path / "out", one)
     assert "1 training, shared" in text

@@ -20,7 +20,6 @@ from experiments import (
     taylor,
     violation,
 )
-from experiments.curvature import hessian
 from experiments.paper import HIGH, LOW
 from experiments.rotated import (
     DEMO,
@@ -110,7 +109,7 @@ def test_every_run_that_a_label_announces_is_the_one_it_asks_for(module, measure
 def test_taylor_errors_are_those_of_the_dense_quadratic_model(measured, shelf):
     training = TINY.training(HIGH)
     one = shelf.runs(training, SEEDS)[0]
-    operator = hessian(shelf, training, one, 0)
+    operator = shelf.hessian(training, one, 0)
     moved = (one.snapshots[2] - one.snapshots[0]).double()
     dense = operator.dense().double()
     forgotten = loss_forgetting(one.test_loss)[2, 0]
@@ -188,7 +187,7 @@ def test_what_few_seeds_leave_out_is_not_tested_and_said(module, measured, shelf
     assert "not tested" in verdicts
     if module is comparison:
         module.figure(config, metrics, tmp_path / "figure")
-    trained = {(one.learner, one.rates) for one in module.EXPERIMENT.trainings(config)}
+    trained = {(one.learner.name, one.rates) for one in module.EXPERIMENT.trainings(config)}
     stream = config.stream
     assert {learner for learner, rates in trained if rates == stream.low} <= {"SGD", "GPM"}
     assert ("OGD", stream.high) in trained

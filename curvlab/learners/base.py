@@ -56,7 +56,12 @@ class Learner:
     Attributes:
         notes: One dictionary per finished task, JSON-able (directions kept per seed, bytes of
             memory, ...); a list in it has one entry per run. ``after_task`` appends to it.
+        serves_later_tasks: Whether all that it does serves later tasks: the first task is trained
+            as by SGD, and nothing but the memory changes after a task. Runs may then branch after
+            the first task, and the last one needs no consolidation.
     """
+
+    serves_later_tasks = False
 
     def __init__(self) -> None:
         self.notes: list[dict[str, Any]] = []
@@ -104,3 +109,5 @@ class Learner:
 
 class SGD(Learner):
     """Nothing but gradient steps: what every other learner is measured against."""
+
+    serves_later_tasks = True

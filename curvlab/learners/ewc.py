@@ -31,6 +31,8 @@ class EWC(Learner):
             predictions; ``"true"`` uses the data's labels (the "empirical Fisher").
     """
 
+    serves_later_tasks = True
+
     def __init__(
         self, strength: float = 100.0, *, samples: int = 1000, labels: Labels = "model"
     ) -> None:

@@ -41,6 +41,8 @@ class GPM(Learner):
     acting on inputs: they are learned in the first task and frozen afterwards.
     """
 
+    serves_later_tasks = True
+
     def __init__(
         self,
         threshold: Threshold = 0.99,

@@ -44,6 +44,8 @@ class OGD(Learner):
         largest: Bytes that dense rows may take at the end of a task.
     """
 
+    serves_later_tasks = True
+
     def __init__(
         self,
         epsilon: float = 0.01,

@@ -185,16 +185,23 @@ class Population(ABC):
 
     def load_state(self, tensors: dict[str, Tensor], task: int) -> None:
         """Take back what :meth:`state` gave, in the middle of ``task``."""
-        self.parameters.copy_(tensors["parameters"])
+        buffers = {
+            k.removeprefix("buffers/"): v for k, v in tensors.items() if k.startswith("buffers/")
+        }
+        self.adopt(tensors["parameters"], buffers)
         if self.velocity is not None:
             self.velocity.copy_(tensors["velocity"])
         kept = {k.removeprefix("kept/"): v for k, v in tensors.items() if k.startswith("kept/")}
         self.statistics.load_state(kept, self.parameters)
         self.statistics.resume_task(task)
+        self._training = None
+
+    def adopt(self, parameters: Tensor, buffers: dict[str, Tensor]) -> None:
+        """Continue from ``parameters`` ``(S, P)`` and the models' buffers, ``(S, ...)`` by name."""
+        self.parameters.copy_(parameters)
         for s, model in enumerate(self.models):
             for name, buffer in model.named_buffers():
-                buffer.copy_(tensors[f"buffers/{name}"][s])
-        self._training = None
+                buffer.copy_(buffers[name][s])
 
     def buffers(self) -> dict[str, Tensor]:
         """The models' buffers by name, ``(S, ...)``."""

@@ -7,6 +7,7 @@ many as hold ``1 - epsilon`` of the spectral energy ``||H||_F^2``: epsilon = 1 i
 epsilon = 0 stops learning after the first task.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,14 @@ class SGDDagger(Learner):
         storage: Dtype of the stored vectors, by default the parameters'; float16 halves the
             memory and its reading for a leak of about 1e-5.
         largest: Most eigenvectors that ``epsilon`` may take per task.
+        first: Eigenpairs of the first task's Hessian, one set per run and at least ``k`` in each,
+            where they are known already: learners that differ in ``k`` alone share that solve.
+
+    A solve that ends before its pairs met ``tol`` does not end the run: the vectors found are used,
+    and the notes say how many had ``converged`` and how large the worst ``residual`` is.
     """
+
+    serves_later_tasks = True
 
     def __init__(
         self,
@@ -46,6 +54,7 @@ class SGDDagger(Learner):
         tol: float = 1e-3,
         storage: torch.dtype | None = None,
         largest: int = 1000,
+        first: Sequence[Eigenpairs] | None = None,
     ) -> None:
         super().__init__()
         if (k is None) == (epsilon is None):
@@ -54,10 +63,12 @@ class SGDDagger(Learner):
             raise ValueError(f"k= is a number of eigenvectors; got {k}")
         if epsilon is not None and not 0.0 <= epsilon <= 1.0:
             raise ValueError(f"epsilon= is a share of energy, between 0 and 1; got {epsilon}")
+        if first is not None and (k is None or any(len(pairs) < k for pairs in first)):
+            raise ValueError(f"first= needs k= and at least that many pairs per run; got k={k}")
         if samples < 1:
             raise ValueError(f"samples= must be at least 1; got {samples}")
         self.k, self.epsilon, self.samples, self.tol = k, epsilon, samples, tol
-        self.storage, self.largest = storage, largest
+        self.storage, self.largest, self.first = storage, largest, first
         self.memory: DenseMemory | None = None
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:  # noqa: ARG002
@@ -91,16 +102,20 @@ class SGDDagger(Learner):
         if self.epsilon == 0.0 or (self.k is not None and self.k >= population.n):
             memory.fill(s)
             return {"k": population.n, "new": population.n, "products": 0}
-        hessian = task_hessian(population, s, task, samples, self.samples)
-        pairs, evidence = self._leading(hessian, derived_seed(population.seeds[s], "lanczos", task))
+        if self.first is not None and self.k is not None and task == 0:
+            pairs, evidence = self.first[s].head(self.k), {"products": 0}
+        else:
+            hessian = task_hessian(population, s, task, samples, self.samples)
+            seed = derived_seed(population.seeds[s], "lanczos", task)
+            pairs, evidence = self._leading(hessian, seed)
         new = memory.extend(s, pairs.vectors, task=task, values=pairs.values)
-        return {"k": len(pairs), "new": new, **evidence}
+        return {"k": len(pairs), "new": new, **evidence, **_quality(pairs)}
 
     def _leading(self, hessian: Hessian, seed: int) -> tuple[Eigenpairs, dict[str, Any]]:
         if self.epsilon is None:
             wanted = 0 if self.k is None else self.k
             pairs = lanczos(hessian, wanted, tol=self.tol, seed=seed, progress=False)
-            return pairs.require_converged(), {"products": pairs.matvecs}
+            return pairs.unless_interrupted(), {"products": pairs.matvecs}
         energy = spectral_energy(
             hessian,
             self.epsilon,
@@ -130,6 +145,16 @@ class SGDDagger(Learner):
         if tensors:
             self.memory = DenseMemory(population, self.storage)
             self.memory.load_state(tensors)
+
+
+def _quality(pairs: Eigenpairs) -> dict[str, Any]:
+    """What is known of the vectors that were used, for the notes."""
+    worst = pairs.residuals / pairs.values.abs().clamp_min(torch.finfo(torch.float64).tiny)
+    return {
+        "converged": int(pairs.converged.sum()),
+        "residual": float(worst.max()) if len(pairs) else 0.0,
+        "complete": pairs.complete,
+    }
 
 
 def task_hessian(population: Population, s: int, task: int, samples: Samples, size: int) -> Hessian:

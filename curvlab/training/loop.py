@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from curvlab.learners.stacked import population_of
 from curvlab.learners.statistics import BatchNormPolicy
 from curvlab.tasks.samples import Samples, Task
 from curvlab.training.batches import seed_batches, steps_per_epoch
+from curvlab.training.branch import check_branch
 from curvlab.training.evaluate import Evaluation
 from curvlab.training.interrupt import StopRequest, deferred_interrupt
 from curvlab.training.progress import Progress
@@ -39,6 +40,8 @@ def learn(
     batchnorm: BatchNormPolicy | None = None,
     evaluation: Evaluation | None = None,
     snapshots: bool = True,
+    first: Sequence[Run] | None = None,
+    after_last: bool = True,
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
     progress: bool | None = None,
@@ -61,6 +64,11 @@ def learn(
         batchnorm: Policy for running statistics; required for models that have any.
         evaluation: What is measured after every task.
         snapshots: Keep the parameters after every task in the :class:`Run`.
+        first: Runs of SGD on the first task alone, one per seed, from the same models, data and
+            settings. Training goes on from them, to the same bits as from the start; only for
+            learners whose first task is plain SGD (``learner.serves_later_tasks``).
+        after_last: ``False`` leaves out ``learner.after_task`` of the last task, such as a Hessian
+            that no later task needs; only for the same learners.
         checkpoint: A file, replaced after every task and at Ctrl-C. If it exists, training goes on
             from it; it must come from the same settings, models and data.
         checkpoint_every: Steps of a task after which the file is replaced too.
@@ -72,6 +80,11 @@ def learn(
     population = _population(models, seeds, batchnorm)
     evaluation = Evaluation() if evaluation is None else evaluation
     _check(population, tasks, learner, batch_size, momentum, weight_decay, checkpoint_every)
+    if (first is not None or not after_last) and not learner.serves_later_tasks:
+        raise ValueError(
+            f"first= and after_last=False are for learners that train the first task as SGD does "
+            f"and consolidate for later tasks only; {type(learner).__name__} does not"
+        )
     tasks = [task.to(population.device, population.dtype) for task in tasks]
     config: dict[str, Any] = {
         **learner.config(),
@@ -96,9 +109,12 @@ def learn(
         file.restore(record, population, learner)
     loop = _Loop(population, learner, schedule, record, file, batch_size, momentum, weight_decay)
     bar = Progress(len(tasks), progress)
+    if first is not None and (record.task, record.step) == (0, 0):
+        loop.adopt(first, config, tasks[0])
     for index in range(record.task, len(tasks)):
         loop.train(index, tasks[index], bar, checkpoint_every)
-        loop.consolidate(index, tasks, evaluation, snapshots)
+        final = index == len(tasks) - 1 and not after_last
+        loop.consolidate(index, tasks, evaluation, snapshots, remember=not final)
         bar.end(_summary(record, index))
     return record.runs(population, learner, config | {"data": data_digest(tasks)})
 
@@ -113,6 +129,29 @@ class _Loop:
     batch_size: int
     momentum: float
     weight_decay: float
+    counted: float = field(default_factory=time.process_time)  # up to where timings reach
+
+    def count(self) -> None:
+        """Add the processor's time since the last call to the present task's timings."""
+        now, timing = time.process_time(), self.record.timings[-1]
+        timing["cpu_seconds"] = timing.get("cpu_seconds", 0.0) + now - self.counted
+        self.counted = now
+
+    def adopt(self, runs: Sequence[Run], config: dict[str, Any], task: Task) -> None:
+        """Take over the first task from ``runs`` in place of training it."""
+        population = self.population
+        check_branch(runs, population, config | {"data": data_digest([task])})
+        population.begin_task(0)
+        population.train_mode(False)
+        self.learner.before_task(population, 0, task.train)
+        population.adopt(
+            torch.stack([run.snapshots[0] for run in runs]),
+            {name: torch.stack([run.buffers[name][0] for run in runs]) for name in runs[0].buffers},
+        )
+        # no seconds: they are the first task's own run's
+        self.record.timings.append({"train_seconds": 0.0, "transform_seconds": 0.0})
+        per_epoch = steps_per_epoch(task.train, self.batch_size)
+        self.record.step = per_epoch * self.schedule.epochs_of(0)
 
     def train(self, index: int, task: Task, bar: Progress, every: int | None) -> None:
         """All steps of a task that are still to do."""
@@ -163,6 +202,7 @@ class _Loop:
                     now = time.perf_counter()
                     timing["train_seconds"] += now - begun
                     begun = now
+                    self.count()
                     self.file.save(record, self.population, self.learner)
                     if stop.requested:
                         raise KeyboardInterrupt
@@ -179,13 +219,22 @@ class _Loop:
             )
 
     def consolidate(
-        self, index: int, tasks: Sequence[Task], evaluation: Evaluation, snapshots: bool
+        self,
+        index: int,
+        tasks: Sequence[Task],
+        evaluation: Evaluation,
+        snapshots: bool,
+        *,
+        remember: bool,
     ) -> None:
         """After the last step: the learner's own work, evaluation, the record, the checkpoint."""
         population, record, timing = self.population, self.record, self.record.timings[-1]
         population.end_task(index)
         begun = time.perf_counter()
-        self.learner.after_task(population, index, tasks[index].train)
+        if remember:
+            self.learner.after_task(population, index, tasks[index].train)
+        else:
+            self.learner.notes.append({})
         if len(self.learner.notes) != index + 1:
             raise TypeError(
                 f"{type(self.learner).__name__}.after_task must append one dictionary to notes"
@@ -199,6 +248,7 @@ class _Loop:
         timing["after_task_seconds"] = trained - begun
         timing["evaluate_seconds"] = time.perf_counter() - trained
         timing["steps"] = record.step
+        self.count()
         if snapshots:
             record.snapshots.append(population.parameters.cpu().clone())
             buffers = {name: value.cpu() for name, value in population.buffers().items()}

@@ -32,8 +32,8 @@ class Run:
         buffers: Buffers of the model after each task, ``(T, ...)`` by name; empty without any.
         notes: One dictionary per task: the learner's own (directions kept, bytes), and the loop's
             ``steps``, ``train_seconds``, ``transform_seconds`` (in ``learner.transform_``; on a
-            GPU the time to launch it), ``after_task_seconds`` and ``evaluate_seconds``, all of
-            all seeds together.
+            GPU the time to launch it), ``after_task_seconds``, ``evaluate_seconds`` and, over all
+            of these, ``cpu_seconds`` of the processor; each is of all seeds together.
         config: Every setting of the run, the policy for BatchNorm included.
     """
 
