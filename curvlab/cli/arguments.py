@@ -33,6 +33,9 @@ def trace(parser: ArgumentParser) -> None:
     _model(parser)
     parser.add_argument("--probes", type=whole(1), default=48, help="products (48)")
     parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument(
+        "--partial", default="trace.partial", help="file that Ctrl-C leaves (trace.partial)"
+    )
 
 
 def compare(parser: ArgumentParser) -> None:

@@ -1,10 +1,10 @@
 """``eig``, ``density`` and ``trace``: curvature of the user's model, to a file and a table."""
 
 import shlex
-import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -12,12 +12,13 @@ from curvlab.basis import Basis
 from curvlab.cli.load import operator
 from curvlab.cli.output import emit, say
 from curvlab.cli.parser import UsageError
-from curvlab.eigen import Eigenpairs, lanczos, spectral_density
+from curvlab.eigen import Eigenpairs, Estimate, Interrupted, lanczos, spectral_density
 from curvlab.eigen import trace as estimate_trace
 from curvlab.eigen.checkpoint import previous
-from curvlab.eigen.progress import Progress
-from curvlab.operators import Curvature, Operator
+from curvlab.operators import Curvature
 from curvlab.storage import StorageError, read_manifest
+
+Result = TypeVar("Result")
 
 
 def eig(options: Namespace) -> int:
@@ -47,8 +48,7 @@ def eig(options: Namespace) -> int:
         return 1
     about = {**curvature.about(), "arguments": options.arguments, "cwd": str(Path.cwd())}
     pairs.save(out, about)
-    for file in (partial, previous(partial)):
-        file.unlink(missing_ok=True)
+    _forget(partial)
     pictures = _draw(options, "scree", pairs)
     converged = bool(pairs.converged.all())
     emit(
@@ -76,30 +76,27 @@ def eig(options: Namespace) -> int:
 
 
 def density(options: Namespace) -> int:
-    """Spectral density; rows that were finished before a Ctrl-C are kept."""
+    """Spectral density; vectors that were finished before a Ctrl-C are kept."""
     out = _target(options.out)
     curvature = operator(options)
     partial = out.with_name(out.name + ".partial")
-    if partial.exists():
-        say(options, f"resuming from {partial}")
-    watched = Watched(curvature, "density", options.probes * options.steps, options.quiet)
-    try:
-        found = spectral_density(
-            watched,
+    found = _kept(
+        options,
+        partial,
+        lambda: spectral_density(
+            curvature,
             probes=options.probes,
             steps=options.steps,
             seed=options.seed,
             checkpoint=partial,
-        )
-    except KeyboardInterrupt:
-        watched.close()
-        again = shlex.join(["curvlab", *options.arguments])
-        say(options, f"interrupted. Finished vectors are kept; resume with: {again}", True)
+            progress=False if options.quiet else None,
+        ),
+    )
+    if found is None:
         return 1
-    watched.close()
     about = {**curvature.about(), "arguments": options.arguments, "cwd": str(Path.cwd())}
     found.save(out, about)
-    partial.unlink(missing_ok=True)
+    _forget(partial)
     pictures = _draw(options, "density", found)
     moments = {power: found.moment(power) for power in (1, 2)}
     above = found.count_above(0.01, relative=True)
@@ -114,7 +111,9 @@ def density(options: Namespace) -> int:
             "trace": moments[1].value,
             "trace error": moments[1].error,
             "squares": moments[2].value,
+            "squares error": moments[2].error,
             "above 1 %": above.value,
+            "above 1 % error": above.error,
             "products": found.products,
             "file": str(out),
             "pictures": pictures,
@@ -123,9 +122,9 @@ def density(options: Namespace) -> int:
             [
                 f"n                      {found.n}",
                 f"Ritz values            {low:.6g} to {high:.6g}",
-                f"trace                  {moments[1].value:.6g} ± {moments[1].error:.2g}",
-                f"sum of squares         {moments[2].value:.6g} ± {moments[2].error:.2g}",
-                f"above 1 % of the norm  {above.value:.0f} ± {above.error:.0f}",
+                f"trace                  {moments[1]}",
+                f"sum of squares         {moments[2]}",
+                f"above 1 % of the norm  {_count(above, found.n)}",
                 f"products               {found.products}",
                 f"file                   {out}",
                 *(f"picture                {name}" for name in pictures),
@@ -136,36 +135,53 @@ def density(options: Namespace) -> int:
 
 
 def trace(options: Namespace) -> int:
-    """Trace with its standard error."""
+    """Trace with its standard error; what was done before a Ctrl-C is kept."""
     curvature = operator(options)
-    watched = Watched(curvature, "trace", options.probes, options.quiet)
-    found = estimate_trace(watched, probes=options.probes, seed=options.seed)
-    watched.close()
+    partial = Path(options.partial)
+    found = _kept(
+        options,
+        partial,
+        lambda: estimate_trace(
+            curvature,
+            probes=options.probes,
+            seed=options.seed,
+            checkpoint=partial,
+            progress=False if options.quiet else None,
+        ),
+    )
+    if found is None:
+        return 1
+    _forget(partial)
     emit(
         options,
         {"trace": found.value, "error": found.error, "samples": found.samples, "n": curvature.n},
-        f"trace {found.value:.8g} ± {found.error:.2g} (n = {curvature.n}, {watched.done} products)",
+        f"trace {found} (n = {curvature.n}, {curvature.products} products)",
     )
     return 0
 
 
-class Watched(Operator):
-    """An operator with a line on the terminal that counts its products."""
+def _kept(options: Namespace, partial: Path, compute: Callable[[], Result]) -> Result | None:
+    """What ``compute`` returns; ``None`` after a Ctrl-C, when it was said how to go on."""
+    if partial.exists():
+        say(options, f"resuming from {partial}")
+    try:
+        return compute()
+    except Interrupted:
+        again = shlex.join(["curvlab", *options.arguments])
+        say(options, f"interrupted. What is done is kept; resume with: {again}", True)
+        return None
 
-    def __init__(self, inner: Curvature, label: str, total: int, quiet: bool) -> None:
-        super().__init__(inner.n, inner.dtype, inner.device, inner.layout)
-        self.inner, self.limit, self.total, self.done = inner, inner.limit, total, 0
-        self.certificate = inner.certificate
-        self.line = Progress(label, False if quiet else None, sys.stderr)
 
-    def _product(self, block: Tensor) -> Tensor:
-        result: Tensor = self.inner @ block
-        self.done += len(block)
-        self.line.update(self.done, min(self.done, self.total), self.total, "", "products")
-        return result
+def _count(estimate: Estimate, n: int) -> str:
+    if estimate.told:
+        return f"{estimate.value:.0f} ± {estimate.error:.0f}"
+    most = estimate.value + 2 * estimate.error
+    return f"at most {most:.0f}" if most < n else "not resolved: take more --steps"
 
-    def close(self) -> None:
-        self.line.close()
+
+def _forget(partial: Path) -> None:
+    for file in (partial, previous(partial)):
+        file.unlink(missing_ok=True)
 
 
 def _eig_text(pairs: Eigenpairs, curvature: Curvature, out: Path, pictures: list[str]) -> str:

@@ -1,17 +1,21 @@
 """Eigensolvers that certify what they return, and estimates with error bars."""
 
 from curvlab.eigen.block import block_lanczos
-from curvlab.eigen.density import Density, Estimate, diagonal, spectral_density, trace
+from curvlab.eigen.density import Density, spectral_density
 from curvlab.eigen.energy import SpectralEnergy, spectral_energy
+from curvlab.eigen.estimate import Estimate
 from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.power import power_iteration
 from curvlab.eigen.result import Eigenpairs, NotConvergedError
+from curvlab.eigen.traces import diagonal, trace
 from curvlab.eigen.tracker import SpectrumTracker
+from curvlab.eigen.work import Interrupted
 
 __all__ = [
     "Density",
     "Eigenpairs",
     "Estimate",
+    "Interrupted",
     "NotConvergedError",
     "SpectralEnergy",
     "SpectrumTracker",

@@ -15,7 +15,7 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from curvlab.eigen.density import Estimate
+from curvlab.eigen.estimate import Estimate
 from curvlab.eigen.growing import Growing
 from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.products import Products

@@ -12,6 +12,8 @@ It is right, and slow: the number of steps grows with ``1 / log(|lambda_i / lamb
 """
 
 import time
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,9 +22,10 @@ from torch import Tensor
 
 from curvlab.eigen.arguments import check_choice, check_numbers, product_budget
 from curvlab.eigen.products import Deflation, Products, orthogonality
-from curvlab.eigen.result import Eigenpairs, canonical_signs_, tolerances
+from curvlab.eigen.result import Eigenpairs, tolerances
 from curvlab.eigen.selection import order
 from curvlab.eigen.source import Source, as_operator
+from curvlab.eigen.work import State, Work
 from curvlab.probe import Certificate, OperatorError
 
 Stop = Literal["residual", "value"]
@@ -40,6 +43,8 @@ def power_iteration(
     seed: int = 0,
     steps: int | None = None,
     max_products: int | None = None,
+    checkpoint: str | Path | None = None,
+    progress: bool | None = None,
 ) -> Eigenpairs:
     """The ``k`` pairs of largest magnitude by deflated power iteration.
 
@@ -52,6 +57,13 @@ def power_iteration(
         seed: Of the start vectors.
         steps: Most steps per pair: by default 20 with ``"value"``, no limit with ``"residual"``.
         max_products: Products after which the solve ends (default ``max(1000, 50 k)``).
+        checkpoint: A file for what is done; if it exists, the solve goes on from it. It must come
+            from the same arguments and operator.
+        progress: Show a line on the terminal; by default when there is one.
+
+    Raises:
+        Interrupted: On Ctrl-C, with the pairs found so far, once everything done is in
+            ``checkpoint``.
     """
     by_value = check_choice("stop", stop, Stop) == "value"
     tol = (CHANGE if by_value else 1e-3) if tol is None else tol
@@ -59,117 +71,196 @@ def power_iteration(
     check_numbers(products, k, which="LM", tol=tol, relative_to="value", seed=seed)
     began = time.perf_counter()
     certificate = products.probe(None, seed)
-    search = _Search(products, product_budget(max_products, k), torch.Generator().manual_seed(seed))
     per_pair = steps if steps is not None else STEPS if by_value else None
-    pairs = [search.pair(by_value, tol, per_pair) for _ in range(k)]
-    values = torch.tensor([value for value, _, _ in pairs], dtype=torch.float64)
-    vectors = torch.stack([vector for _, vector, _ in pairs])
-    images = torch.stack([image for _, _, image in pairs])
-    if by_value:
-        # the product that ended each pair was with the vector before: look at the one returned
-        for vector, image in zip(vectors, images, strict=True):
-            products.into(vector, image)
-        chosen = values.argsort(descending=True)
-        method = "deflated power iteration, stopped on values"
-    else:
-        values, vectors, images = _rayleigh_ritz(vectors, images)
-        chosen = order(values, k, "LM")
-        method = "deflated power iteration, stopped on residuals"
-    return _result(
-        products, values[chosen], vectors[chosen], images[chosen], tol, method, search.spent,
-        certificate, time.perf_counter() - began,
-    )  # fmt: skip
+    asked = {"stop": stop, "tol": tol, "seed": seed, "steps": per_pair}
+    work = Work("power iteration", products, asked, checkpoint, progress)
+    search = _Search(work, by_value, tol, per_pair, product_budget(max_products, k), seed)
+
+    def result() -> Eigenpairs:
+        seconds = time.perf_counter() - began
+        return _result(products, search.found, by_value, tol, search.spent, certificate, seconds)
+
+    with work.interruptible(search.state, lambda: result() if search.found.values else None):
+        while len(search.found.values) < k:
+            search.step()
+            work.keep(search.state())
+            work.show(len(search.found.values), k, "pairs")
+    return result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Pairs found one by one, and the next one in the making.
+
+    Attributes:
+        values: Of the pairs found.
+        vectors: Shape ``(j, width)``, unit rows.
+        images: Shape ``(j, width)``: the products with them.
+        vector: Shape ``(width,)``: the next to be multiplied; ``None`` before a pair is begun.
+        last: The present pair's value a step ago.
+        done: Its steps.
+        draws: Random vectors drawn.
+    """
+
+    values: tuple[float, ...]
+    vectors: Tensor
+    images: Tensor
+    vector: Tensor | None = None
+    last: float = 0.0
+    done: int = 0
+    draws: int = 0
 
 
 class _Search:
-    """Finds pairs one by one; remembers those found."""
+    """Finds pairs one by one; all that changes is ``found``, once a step."""
 
-    def __init__(self, products: Products, budget: int, generator: torch.Generator) -> None:
-        self.products, self.budget, self.generator = products, budget, generator
-        self.values: list[float] = []
-        self.vectors: list[Tensor] = []
+    def __init__(
+        self, work: Work, by_value: bool, tol: float, steps: int | None, budget: int, seed: int
+    ) -> None:
+        self.products, self.space = work.products, work.products.space
+        self.by_value, self.tol, self.steps, self.budget = by_value, tol, steps, budget
+        self.generator = torch.Generator().manual_seed(seed)
+        products = self.products
+        none = torch.zeros(0, products.width, dtype=products.dtype, device=products.device)
+        self.found = _Found((), none, none)
+        self.padded = none
+        saved = work.resume()
+        if saved is not None:
+            facts = saved.facts
+            current = saved.rows["current"]
+            self.found = _Found(
+                tuple(facts["values"]), saved.rows["vectors"], saved.rows["images"],
+                current[0] if len(current) else None, facts["last"], facts["done"], facts["draws"],
+            )  # fmt: skip
+            for _ in range(self.found.draws):
+                self._draw()
 
     @property
     def spent(self) -> bool:
         return self.products.count >= self.budget
 
-    def pair(self, by_value: bool, tol: float, steps: int | None) -> tuple[float, Tensor, Tensor]:
-        """Value, unit vector ``(n,)`` and product of the vector, of the next pair."""
-        vector = self.vectors[-1].clone() if by_value and self.vectors else self._random(by_value)
-        if not by_value:
-            self._separate(vector)
-        vector /= float(ops.norm(vector))
-        image = torch.zeros_like(vector)
-        value, last, done = 0.0, 0.0, 0
-        while True:
-            self.products.into(vector, image)
-            applied = image.clone()
-            self._deflate(applied, vector, by_value)
-            done += 1
-            value = float(torch.dot(vector.double(), applied.double()))
-            length = float(ops.norm(applied))
-            if not length < float("inf"):
-                raise OperatorError("the operator returned NaN or infinity")
-            rest = float(ops.norm(applied.double() - value * vector.double()))
-            # half: the pairs found so far add their share when they are mixed at the end
-            settled = (
-                abs(value - last) < tol * abs(value) if by_value else rest <= 0.5 * tol * abs(value)
-            )
-            if by_value and length > 0.0:
-                vector = applied / length
-            if settled or length == 0.0 or self.spent or (steps is not None and done >= steps):
-                break
-            last = value
-            if not by_value:
-                vector = applied / length
-                self._separate(vector)
-                vector /= float(ops.norm(vector))
-        self.values.append(value)
-        self.vectors.append(vector)
-        return value, vector, image
+    def state(self) -> State:
+        found = self.found
+        current = found.vectors[:0] if found.vector is None else found.vector[None]
+        rows = {"vectors": found.vectors, "images": found.images, "current": current}
+        names = ("values", "last", "done", "draws")
+        return State(rows, {}, {name: getattr(found, name) for name in names})
 
-    def _random(self, uniform: bool) -> Tensor:
+    def step(self) -> None:
+        """One product with the present pair's vector."""
+        found = self.found
+        known = self._known()
+        vector, draws = self._begin(known) if found.vector is None else (found.vector, found.draws)
+        follows = self.by_value and found.vector is None and len(known) > 0
+        image = found.images[-1] if follows else self._image(vector)
+        applied = image.clone()
+        if self.by_value:
+            weights = torch.tensor(found.values, dtype=torch.float64).to(vector.device)
+            ops.apply_(known, self.space.coefficients(known, vector) * weights, applied)
+        else:
+            self.space.project_(known, applied)
+        value, length, rest = self._figures(vector, applied)
+        if not length < float("inf"):
+            raise OperatorError("the operator returned NaN or infinity")
+        # half: the pairs found so far add their share when they are mixed at the end
+        settled = (
+            abs(value - found.last) < self.tol * abs(value)
+            if self.by_value
+            else rest <= 0.5 * self.tol * abs(value)
+        )
+        done = found.done + 1
+        ends = settled or length == 0.0 or self.spent or (self.steps or done + 1) <= done
+        forward = applied / length if length > 0.0 else vector
+        if ends:
+            if self.by_value:  # returned is a step further than what was multiplied
+                vector, image = forward, self._image(forward)
+            self.found = _Found(
+                (*found.values, value), torch.cat([found.vectors, vector[None]]),
+                torch.cat([found.images, image[None]]), draws=draws,
+            )  # fmt: skip
+        else:
+            following = forward if self.by_value else self._separated(known, forward)
+            self.found = replace(found, vector=following, last=value, done=done, draws=draws)
+
+    def _image(self, vector: Tensor) -> Tensor:
+        image = torch.zeros_like(vector)
+        self.products.into(vector, image)
+        return image
+
+    def _known(self) -> Tensor:
+        """The vectors found, as the kernels take rows; copied when there is a new one."""
+        if len(self.padded) != len(self.found.vectors) or not len(self.padded):
+            self.padded, _ = ops.quantise(self.found.vectors, self.products.dtype)
+        return self.padded
+
+    def _figures(self, vector: Tensor, applied: Tensor) -> list[float]:
+        """Rayleigh quotient, length, and length of what is not along ``vector``: one transfer."""
+        row, _ = ops.quantise(vector[None], self.products.dtype)
+        value = self.space.coefficients(row, applied)[0]
+        rest = self.space.norm(applied.double() - value * vector.double())
+        found: list[float] = torch.stack([value, self.space.norm(applied), rest]).tolist()
+        return found
+
+    def _begin(self, known: Tensor) -> tuple[Tensor, int]:
+        """The first vector of a pair, and how many were drawn with it."""
+        if self.by_value and len(known):
+            return self.found.vectors[-1], self.found.draws
+        vector = self._draw()
+        if not self.by_value:
+            return self._separated(known, vector), self.found.draws + 1
+        return vector / self.space.norm(vector), self.found.draws + 1
+
+    def _draw(self) -> Tensor:
         products = self.products
-        draw = torch.rand if uniform else torch.randn
-        vector = draw(products.n, generator=self.generator, dtype=torch.float64)
+        vector = self.space.normal(self.generator, torch.float64)
+        if self.by_value:
+            # uniform, as the paper's tool draws; what pads a shard stays zero
+            uniform = 0.5 * (1.0 + torch.erf(vector / 2**0.5))
+            vector = torch.where(vector == 0.0, vector, uniform)
         vector = vector.to(products.dtype).to(products.device)
         products.project_out_(vector)
         return vector
 
-    def _deflate(self, applied: Tensor, vector: Tensor, by_value: bool) -> None:
-        for value, found in zip(self.values, self.vectors, strict=True):
-            along = vector if by_value else applied
-            weight = float(torch.dot(found.double(), along.double()))
-            applied.sub_(found, alpha=weight * value if by_value else weight)
-
-    def _separate(self, vector: Tensor) -> None:
-        for _ in range(2):
-            for found in self.vectors:
-                vector.sub_(found, alpha=float(torch.dot(found.double(), vector.double())))
+    def _separated(self, known: Tensor, vector: Tensor) -> Tensor:
+        """The part of ``vector`` orthogonal to the rows ``known``, of unit length."""
+        for _ in range(2):  # twice is enough
+            self.space.project_(known, vector)
+        return vector / self.space.norm(vector)
 
 
-def _rayleigh_ritz(vectors: Tensor, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, vectors and images of the pairs that the span of ``vectors`` ``(k, n)`` holds."""
-    small = vectors.double() @ images.double().T
-    values, mixing = torch.linalg.eigh((small + small.T).cpu() / 2)
-    turn = mixing.T.to(vectors)
-    return values, turn @ vectors, turn @ images
+def _rayleigh_ritz(products: Products, found: _Found) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, vectors and images of the pairs that the span of the vectors ``(k, width)`` holds."""
+    rows, _ = ops.quantise(found.vectors, products.dtype)
+    small = products.space.coefficients(rows, found.images).cpu()
+    values, mixing = torch.linalg.eigh((small + small.T) / 2)
+    turn = mixing.T.to(found.vectors)
+    return values, turn @ found.vectors, turn @ found.images
 
 
 def _result(
     products: Products,
-    values: Tensor,
-    vectors: Tensor,
-    images: Tensor,
+    found: _Found,
+    by_value: bool,
     tol: float,
-    method: str,
     spent: bool,
     certificate: Certificate,
     seconds: float,
 ) -> Eigenpairs:
+    if by_value:
+        values, vectors, images = (
+            torch.tensor(found.values, dtype=torch.float64),
+            found.vectors,
+            found.images,
+        )
+        chosen = values.argsort(descending=True)
+    else:
+        values, vectors, images = _rayleigh_ritz(products, found)
+        chosen = order(values, len(values), "LM")
+    values, vectors, images = values[chosen], vectors[chosen], images[chosen]
+    space = products.space
     rest = images.double() - values[:, None].to(images.device) * vectors.double()
     norm = float(values.abs().max())
-    residuals = ops.norm(rest).cpu() + products.eps * norm
+    residuals = space.norm(rest).cpu() + products.eps * norm
     floor = 16.0 * products.eps * norm
     zero = (values.abs() <= floor) & (residuals <= floor)
     converged = (residuals <= tolerances(values, tol, "value", norm)) | zero
@@ -181,14 +272,14 @@ def _result(
         reason = "the stopping rule was met before the residuals were"
     device, stored = products.device, vectors.to(products.operator.dtype).contiguous()
     padded, _ = ops.quantise(vectors, products.dtype)
-    return Eigenpairs(
+    return space.result(
         values=values.to(device),
-        vectors=canonical_signs_(stored),
+        vectors=space.canonical_signs_(stored),
         residuals=residuals.to(device),
         converged=converged.to(device),
         complete=False,
         doubt=1.0,
-        orthogonality=orthogonality(padded, products.space),
+        orthogonality=orthogonality(padded, space),
         norm=norm,
         floor=floor,
         asymmetry=0.0,
@@ -196,7 +287,7 @@ def _result(
         restarts=0,
         seconds=seconds,
         reason=reason,
-        method=method,
+        method=f"deflated power iteration, stopped on {'values' if by_value else 'residuals'}",
         which="LM",
         tol=tol,
         relative_to="value",

@@ -145,6 +145,7 @@ class Curvature(Operator):
             "operator": type(self).__name__,
             "model": type(problem.model).__name__,
             "parameters": digest([problem.parameters]),
+            "fixed": digest([[*problem.fixed.values(), *problem.buffers.values()]]),
             "data": digest(problem.batches),
             "samples": self.samples,
             "loss": self.loss,

@@ -1,0 +1,79 @@
+"""A number with an error bar, and the random vectors that all estimates are made from."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from curvlab_kernels import ops
+from torch import Tensor
+
+from curvlab.eigen.products import Products
+from curvlab.probe import OperatorError
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value and its standard error (0 when exact); ``samples`` is what it was computed from."""
+
+    value: float
+    error: float
+    samples: int
+
+    @property
+    def told(self) -> bool:
+        """Whether the value can be told from zero: it is more than two standard errors away."""
+        return abs(self.value) > 2.0 * self.error or self.error == 0.0
+
+    def __str__(self) -> str:
+        """The value with its error; where the error voids it, what can be said of its size."""
+        if self.told:
+            digits = (
+                max(6, 2 + math.ceil(math.log10(abs(self.value) / self.error)))
+                if (self.error > 0.0)
+                else 8
+            )
+            return f"{self.value:.{digits}g} ± {self.error:.2g}"
+        if not math.isfinite(self.error):
+            return "not known: one sample has no error bar"
+        return f"between {self.value - 2 * self.error:.2g} and {self.value + 2 * self.error:.2g}"
+
+
+def mean_estimate(samples: Tensor) -> Estimate:
+    """The mean of independent ``samples`` ``(count,)`` and its standard error."""
+    count = len(samples)
+    spread = float(samples.std()) / math.sqrt(count) if count > 1 else math.inf
+    return Estimate(float(samples.mean()), spread, count)
+
+
+def random_signs(products: Products, generator: torch.Generator, count: int) -> Tensor:
+    """Random signs ``(count, width)``: of all draws with unit variance, the least noisy here."""
+    signs = products.space.signs(generator, count)
+    return signs.to(products.dtype).to(products.device)
+
+
+def finite_images(products: Products, vectors: Tensor) -> Tensor:
+    """Products with the rows of ``vectors`` ``(b, width)``; NaN or infinity is an error."""
+    images = torch.zeros_like(vectors)
+    products.into(vectors, images)
+    if not bool(torch.isfinite(products.space.norm(images)).all()):  # on all ranks alike
+        raise OperatorError("the operator returned NaN or infinity")
+    return images
+
+
+def dots(products: Products, first: Tensor, second: Tensor) -> Tensor:
+    """Inner products of the rows of two blocks ``(b, width)``: ``(b,)``, float64, on the CPU."""
+    rows, _ = ops.quantise(first, products.dtype)
+    return products.space.coefficients(rows, second).diagonal().cpu()
+
+
+def blocks(products: Products, count: int) -> list[int]:
+    """Sizes of the blocks that ``count`` vectors are multiplied in: few where vectors are long."""
+    size = max(1, min(8, (1 << 25) // products.width))
+    return [min(size, count - first) for first in range(0, count, size)]
+
+
+def check_positive(**numbers: int) -> None:
+    """Raise unless every argument is a whole number of at least 1."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}= is a whole number of at least 1; got {value!r}")

@@ -1,0 +1,162 @@
+"""A long computation's surroundings: its line on the terminal, its file, and what ends it early.
+
+The work itself keeps what it has finished in one place that changes in a single assignment; so
+wherever Ctrl-C or a termination signal strikes, what is there is whole. It is saved, and then
+:class:`Interrupted` leaves the computation with the partial result. Ranks that work together cannot
+save at a moment that one of them chooses: there, what the last regular save wrote is what counts.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from curvlab.eigen.identity import identity, require_same
+from curvlab.eigen.products import Products
+from curvlab.eigen.progress import Progress
+
+EVERY = 16  # products between two saves: a file may hold as many vectors
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, or a termination signal, ended a computation between two of its steps.
+
+    Attributes:
+        partial: The result as far as it had got, of the type that the function returns; ``None``
+            if nothing of it was finished.
+    """
+
+    def __init__(self, message: str, partial: Any) -> None:
+        super().__init__(message)
+        self.partial = partial
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a file holds of unfinished work.
+
+    Attributes:
+        rows: Tensors ``(m, width)`` of long vectors.
+        others: Small tensors.
+        facts: JSON.
+    """
+
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Work:
+    """The file and the progress line of one computation.
+
+    Args:
+        what: Its name, for the line, the file and errors.
+        arguments: What must be the same for a file to be resumed, besides the operator.
+        checkpoint: The file (a folder on several ranks); ``None`` keeps nothing.
+        progress: Whether to show a line; ``None``: when there is a terminal.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        products: Products,
+        arguments: Mapping[str, Any],
+        checkpoint: str | Path | None,
+        progress: bool | None,
+    ) -> None:
+        self.what, self.products = what, products
+        self.path = None if checkpoint is None else Path(checkpoint)
+        self.line = Progress(what, progress if products.space.leads else False)
+        self.asked: dict[str, Any] = {}
+        if self.path is not None:
+            self.asked = {**arguments, **identity(products)}
+        self.saved_at = products.count
+
+    def resume(self) -> State | None:
+        """What an earlier call with the same arguments and operator left, if there is a file."""
+        if self.path is None or not self.products.space.exists(self.path):
+            return None
+        tensors, facts = self.products.space.load(self.path, self._kind)
+        rounding = max(self.products.eps, self.products.error)
+        require_same(self.path, self.what, facts["asked"], self.asked, rounding)
+        self.products.count += facts["products"]
+        self.saved_at = self.products.count
+        rows = {name: tensors[name].to(self.products.device) for name in facts["rows"]}
+        others = {name: tensor for name, tensor in tensors.items() if name not in rows}
+        return State(rows, others, facts["facts"])
+
+    def keep(self, state: State) -> None:
+        """Replace the file, unless that was done a few products ago."""
+        if self.products.count - self.saved_at >= EVERY:
+            self.save(state)
+
+    def save(self, state: State) -> None:
+        """Replace the file."""
+        if self.path is not None:
+            self.saved_at = self.products.count
+            facts = {
+                "asked": self.asked,
+                "rows": sorted(state.rows),
+                "facts": dict(state.facts),
+                "products": self.products.count,
+            }
+            self.products.space.save(self.path, self._kind, state.rows, state.others, facts)
+
+    def show(self, done: int, total: int, unit: str, note: str = "") -> None:
+        """Update the progress line."""
+        self.line.update(self.products.count, done, total, note, unit)
+
+    @contextmanager
+    def interruptible(
+        self, state: Callable[[], State], partial: Callable[[], Any]
+    ) -> Iterator[None]:
+        """Save at the end; if the body is cut short, raise :class:`Interrupted` afterwards.
+
+        Args:
+            state: What is finished.
+            partial: The result from that, or ``None``.
+        """
+        try:
+            with _termination_raises():
+                yield
+                self.save(state())
+        except KeyboardInterrupt as stop:
+            if self.products.space.shared:
+                raise
+            self.save(state())
+            made = f"{self.what} was interrupted after {self.products.count} products"
+            cure = (
+                "with checkpoint= the same call would go on from here"
+                if self.path is None
+                else f"{self.path} keeps what is done, and the same call goes on from it"
+            )
+            raise Interrupted(f"{made}; {cure}", partial()) from stop
+        finally:
+            self.line.close()
+
+    @property
+    def _kind(self) -> str:
+        return f"{self.what} checkpoint"
+
+
+@contextmanager
+def _termination_raises() -> Iterator[None]:
+    """SIGTERM raises ``KeyboardInterrupt`` in the body, where it would end the process at once.
+
+    Only in the main thread, where Python delivers signals, and only if nobody else handles it.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

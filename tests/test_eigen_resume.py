@@ -1,0 +1,212 @@
+"""Long computations that are stopped: nothing is lost, nothing is mixed with another operator's."""
+
+import os
+import re
+import signal
+import sys
+from contextlib import suppress
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+
+from curvlab import GaussNewton, Hessian, Interrupted
+from curvlab.eigen import Density, Eigenpairs, Estimate, diagonal, power_iteration, trace
+from curvlab.eigen import spectral_density as density
+from curvlab.nets import mlp
+from curvlab.operators import Dense
+
+# Every computation that has a file, small: its products are counted in the tests below.
+COMPUTATIONS = {
+    "density": lambda operator, **keep: density(operator, probes=4, steps=6, **keep),
+    "trace": lambda operator, **keep: trace(operator, probes=30, **keep),
+    "diagonal": lambda operator, **keep: diagonal(operator, probes=21, **keep),
+    "power": lambda operator, **keep: power_iteration(operator, 3, tol=1e-2, **keep),
+    "power by value": lambda operator, **keep: power_iteration(operator, 3, stop="value", **keep),
+}
+every = pytest.mark.parametrize("compute", COMPUTATIONS.values(), ids=COMPUTATIONS)
+
+
+def matrix(n=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
+    return (q * 3.0 * 0.8 ** torch.arange(n, dtype=torch.float64)) @ q.T
+
+
+class Stopping:
+    """A matrix whose product number ``at`` is stopped from outside, by ``stop``."""
+
+    def __init__(self, inner, at=None, stop=None):
+        self.inner, self.at, self.stop, self.products = inner, at, stop, 0
+        self.n, self.dtype, self.device = len(inner), inner.dtype, inner.device
+
+    def __matmul__(self, vectors):
+        self.products += 1
+        if self.products == self.at:
+            self.stop()
+        return vectors @ self.inner
+
+
+def ctrl_c():
+    raise KeyboardInterrupt
+
+
+def tensors(result):
+    """The numbers of a result that must not depend on how often it was stopped."""
+    if isinstance(result, Density):
+        return [result.nodes, result.weights]
+    if isinstance(result, Eigenpairs):
+        return [result.values, result.vectors, result.residuals]
+    if isinstance(result, Estimate):
+        return [torch.tensor([result.value, result.error])]
+    return list(result)
+
+
+def same(first, second):
+    pairs = zip(tensors(first), tensors(second), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@every
+def test_stopped_at_any_product_and_resumed_it_ends_with_the_same_bits(compute, tmp_path):
+    straight = Stopping(matrix())
+    wanted = compute(straight)
+    for at in range(1, straight.products + 2, 1 + straight.products // 25):
+        file = tmp_path / f"{at}.safetensors"
+        with suppress(KeyboardInterrupt):  # the last one has ended before: its file is complete
+            compute(Stopping(matrix(), at, ctrl_c), checkpoint=file)
+        again = Stopping(matrix())
+        assert same(compute(again, checkpoint=file), wanted), at
+        assert again.products <= straight.products + 1  # one product tells whose file it is
+
+
+@every
+def test_an_interrupt_carries_the_result_so_far(compute):
+    straight = Stopping(matrix())
+    wanted, kinds = compute(straight), set()
+    for at in range(5, straight.products + 1):  # four are the probe's
+        with pytest.raises(Interrupted, match="checkpoint=") as stop:
+            compute(Stopping(matrix(), at, ctrl_c))
+        kinds.add(type(stop.value.partial))
+    assert kinds == {type(wanted), type(None)}
+
+
+@every
+def test_a_line_that_raises_anywhere_loses_nothing(compute, tmp_path):
+    """Ctrl-C can strike between any two lines: here at lines all over the computation."""
+    wanted = compute(Stopping(matrix()))
+    lines = interrupted_at_line(compute, 10**9, tmp_path / "count")
+    for at in range(0, lines, 1 + lines // 40):
+        file = tmp_path / f"line{at}"
+        interrupted_at_line(compute, at, file)
+        assert same(compute(Stopping(matrix()), checkpoint=file), wanted), at
+
+
+def interrupted_at_line(compute, at, file):
+    """Raise ``KeyboardInterrupt`` at line number ``at`` of curvlab.eigen; how many there were."""
+    seen = 0
+
+    def trace_lines(frame, event, _):
+        nonlocal seen
+        if "/curvlab/eigen/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            seen += 1
+            if seen == at:
+                raise KeyboardInterrupt
+        return trace_lines
+
+    before = sys.gettrace()
+    sys.settrace(trace_lines)
+    try:
+        with suppress(KeyboardInterrupt):
+            compute(Stopping(matrix()), checkpoint=file)
+    finally:
+        sys.settrace(before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the line may be the one that restores it
+    return seen
+
+
+def test_a_termination_signal_saves_too(tmp_path):
+    def terminate():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    file = tmp_path / "density"
+    with pytest.raises(Interrupted) as stop:
+        density(Stopping(matrix(), 20, terminate), probes=4, steps=6, checkpoint=file)
+    assert len(stop.value.partial.nodes) == 2  # 4 products of the probe, 1 of the identity
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert file.exists()
+
+
+# -- whose file it is ------------------------------------------------------------------------------
+
+
+def problem(seed=0, loss=cross_entropy, kind=Hessian, data=0, **options):
+    model = mlp((6, 8, 3), seed=0, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(data)
+    inputs = torch.randn(30, 6, generator=generator, dtype=torch.float64)
+    targets = torch.randint(3, (30,), generator=generator)
+    if loss is mse_loss:
+        targets = torch.nn.functional.one_hot(targets, 3).double()
+    for step in range(seed):
+        value = loss(model(inputs), targets)
+        for p, g in zip(
+            model.parameters(), torch.autograd.grad(value, model.parameters()), strict=True
+        ):
+            p.data -= 1e-6 * g * (step + 1)
+    return kind(model, loss, (inputs, targets), **options)
+
+
+OTHERS = {
+    "parameters": {"seed": 1},  # one SGD step of size 1e-6
+    "data": {"data": 1},
+    "operator": {"kind": GaussNewton},
+    "product with a fixed vector": {"loss": lambda a, b: cross_entropy(a, b, label_smoothing=0.1)},
+}
+
+
+@every
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_model_is_refused_by_name(compute, name, tmp_path):
+    file = tmp_path / "kept"
+    compute(problem(), checkpoint=file)
+    compute(problem(), checkpoint=file)
+    with pytest.raises(ValueError, match=rf"kept is a checkpoint of another .*\b{name} was .* is"):
+        compute(problem(**OTHERS[name]), checkpoint=file)
+
+
+@every
+def test_a_file_of_another_matrix_is_refused_by_its_product(compute, tmp_path):
+    file = tmp_path / "kept"
+    compute(Stopping(matrix()), checkpoint=file)
+    changed = matrix()
+    changed[3, 3] += 1e-7  # one entry, of a few hundredths
+    with pytest.raises(ValueError, match=r"product with a fixed vector was \[.*\] and is \["):
+        compute(Stopping(changed), checkpoint=file)
+    with pytest.raises(ValueError, match="n was 60 and is 61"):
+        compute(Stopping(matrix(61)), checkpoint=file)
+
+
+@every
+def test_a_file_of_another_seed_is_refused(compute, tmp_path):
+    file = tmp_path / "kept"
+    compute(Dense(matrix()), checkpoint=file)
+    with pytest.raises(ValueError, match="seed was 0 and is 1"):
+        compute(Dense(matrix()), checkpoint=file, seed=1)
+
+
+def test_data_in_other_chunks_are_the_same_data(tmp_path):
+    file = tmp_path / "kept"
+    first = trace(problem(chunk=7), probes=30, checkpoint=file)
+    second = trace(problem(chunk=30), probes=30, checkpoint=file)
+    assert first == second
+
+
+@every
+def test_progress_is_shown_when_asked_for_and_only_then(compute, capsys):
+    compute(Dense(matrix()), progress=True)
+    shown = capsys.readouterr().err
+    assert re.search(r"\[[#.]{20}\] \d+ of \d+ (products|pairs)", shown)
+    compute(Dense(matrix()))
+    assert capsys.readouterr().err == ""  # no terminal here
