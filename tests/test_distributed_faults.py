@@ -22,7 +22,7 @@ from curvlab.distributed import (
     join,
     launch,
 )
-from curvlab.eigen import lanczos, power_iteration
+from curvlab.eigen import lanczos
 from curvlab.operators import Dense, FromFunction, GaussNewton, Hessian
 from curvlab.probe import OperatorError
 
@@ -126,7 +126,6 @@ def disagreements(group):
 
     sharded = Sharded(Dense(torch.diag(torch.arange(300.0))))
     tried("not a shard", lambda: sharded @ torch.ones(300))
-    tried("unaware solver", lambda: power_iteration(sharded, 1))
     tried("dense", lambda: lanczos(sharded, 2, dense=True))
     tried("take", lambda: Shards(300).take(torch.ones(299)))
     tried("not an operator", lambda: Sharded("Hessian"))
@@ -181,7 +180,6 @@ SAYS = {
     "no momenta": "momentum=0.9 needs momenta",
     "list": "the tensors have 7 elements together; 300 were expected",
     "not a shard": "this takes shards of shape (192,)",
-    "unaware solver": "this takes shards of shape (192,)",
     "dense": "dense=True needs whole vectors",
     "take": "whole vectors have 300 elements",
     "not an operator": "Sharded takes a DataParallel or another operator; got str",
