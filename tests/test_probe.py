@@ -123,7 +123,8 @@ def test_what_is_wrong_is_named_with_its_usual_causes(operator, field, words):
     certificate = probe(operator(symmetric(20)))
     assert getattr(certificate, field) > certificate.limit
     assert (certificate.repeatability > certificate.limit) == (field == "repeatability")
-    assert certificate.products == 5  # the last tells the two apart
+    # the fifth tells the two apart, a sixth whether it can be rounding
+    assert certificate.products == (5 if field == "repeatability" else 6)
     assert not certificate.passed
     with pytest.raises(OperatorError, match=words):
         certificate.require()

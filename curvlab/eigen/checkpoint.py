@@ -31,6 +31,8 @@ _NUMBERS = (
     "chained",
     "asymmetry_squares",
     "asymmetry_count",
+    "rounding",
+    "ragged",
     "lost",
 )
 

@@ -9,11 +9,12 @@ import time
 import torch
 from torch import Tensor
 
+from curvlab.eigen.noise import rounding
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import Eigenpairs, RelativeTo, canonical_signs_, tolerances
 from curvlab.eigen.selection import order
 from curvlab.operators import Dense
-from curvlab.probe import Certificate, OperatorError
+from curvlab.probe import RAGGED, Certificate, OperatorError
 
 BLOCK = 64  # identity rows multiplied at a time
 
@@ -65,7 +66,7 @@ def solve_dense(
     matrix = dense_matrix(products)
     scale = float(matrix.abs().max())
     asymmetry = float((matrix - matrix.T).abs().max()) / scale if scale > 0 else 0.0
-    if asymmetry > limit:
+    if asymmetry > limit and asymmetry > RAGGED * _rounding(products, limit * scale) / scale:
         raise OperatorError(
             f"the matrix of this operator differs from its transpose by {asymmetry:.1e} (limit "
             f"{limit:.1e}): it is not symmetric, or it changes between products"
@@ -103,6 +104,15 @@ def solve_dense(
         relative_to=relative_to,
         certificate=certificate,
     )
+
+
+def _rounding(products: Products, limit: float) -> float:
+    """Largest change of an element when every product is rounded otherwise."""
+    if isinstance(products.operator, Dense):
+        return 0.0
+    rows = torch.eye(products.n, dtype=products.dtype, device=products.device)
+    products.project_out_(rows)
+    return float(rounding(products, rows, limit).abs().max())
 
 
 def _orthogonality(rows: Tensor) -> float:

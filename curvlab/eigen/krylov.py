@@ -59,6 +59,8 @@ class Krylov:
         self.chained = False  # whether the last row came from the one before it
         self.asymmetry_squares = 0.0
         self.asymmetry_count = 0
+        self.rounding = 0.0  # norm of a product's rounding, where it had to be measured
+        self.ragged = 0.0  # root mean square of that along a row
         self.lost = 0.0  # part of A V that compressions could not keep in H and C
         self._pending: list[tuple[int, Tensor]] = []
 
@@ -80,17 +82,26 @@ class Krylov:
         return self.eps * max(8.0, math.sqrt(self.size)) * length
 
     @property
-    def noise(self) -> float:
-        """Norm of the error of one product, as seen by ``H - H'``; 0 where rounding explains it.
-
-        An error without preferred direction has only ``1 / sqrt(n)`` of its norm along a row, and
-        coefficients are themselves rounded, to a few units of the working precision.
-        """
+    def asymmetry(self) -> float:
+        """Root mean square of ``H - H'``; 0 where the rounding of coefficients explains it."""
         if self.asymmetry_count == 0:
             return 0.0
         rounding = 8.0 * float(torch.finfo(self.rows.dtype).eps) * self.norm
         excess = self.asymmetry_squares / self.asymmetry_count - rounding**2
-        return math.sqrt(max(0.0, excess) * self.space.n / 2.0)
+        return math.sqrt(max(0.0, excess))
+
+    @property
+    def error(self) -> float:
+        """Norm of the error of one product, were it without preferred direction.
+
+        Such an error has only ``1 / sqrt(n)`` of its norm along a row.
+        """
+        return self.asymmetry * math.sqrt(self.space.n / 2.0)
+
+    @property
+    def noise(self) -> float:
+        """Norm of the error of one product: as measured, or as the asymmetry suggests."""
+        return self.rounding if self.rounding > 0.0 else self.error
 
     def row(self, index: int) -> Tensor:
         """Row ``index`` without its padding, ``(width,)``."""

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from curvlab.eigen.hidden import Chain, emerging, known_values
 from curvlab.eigen.krylov import Krylov
+from curvlab.eigen.noise import require_rounding
 from curvlab.eigen.options import Options
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import tolerances
 from curvlab.eigen.selection import Edge, edges, order
-from curvlab.probe import OperatorError
 
 FASTEST = 4.0  # by which a product may bring the worst residual down; networks' Hessians show 2.5
 
@@ -151,7 +151,7 @@ class Solver:
             # Where a transfer is free the next step can have its recurrence: a reading less.
             krylov.settle()
         if due:
-            self._check_noise()
+            require_rounding(self.products, krylov, self.options.limit, self.options.seed)
             self._judge()
 
     def _expand(self) -> None:
@@ -265,7 +265,7 @@ class Solver:
         krylov = self.krylov
         self._expand()
         going = krylov.settle()
-        self._check_noise()
+        require_rounding(self.products, krylov, self.options.limit, self.options.seed)
         j = krylov.multiplied - 1
         column = krylov.coupling[:, j]
         chain.alphas.append(float(column[j]))
@@ -344,15 +344,6 @@ class Solver:
         columns = ritz.mixing[:, :k][:, late] if emerging is None else emerging
         remainder = krylov.coupling[krylov.multiplied : krylov.size, : krylov.multiplied]
         return int((remainder @ columns).square().sum(1).argmax())
-
-    def _check_noise(self) -> None:
-        krylov = self.krylov
-        if krylov.noise > self.options.limit * krylov.norm:
-            raise OperatorError(
-                f"products made during the solve disagree by {krylov.noise / krylov.norm:.1e} of "
-                f"the operator's norm (limit {self.options.limit:.1e}): it is not symmetric, or it "
-                "changes between products (parameters updated, dropout, a reshuffling loader)"
-            )
 
     def _add(self, vector: Tensor) -> bool:
         vector = vector.to(self.products.device, copy=True)
