@@ -99,6 +99,27 @@ def density(result: Density, *, width: float | None = None) -> Any:
     return figure
 
 
+def decades(result: Density) -> Any:
+    """Eigenvalues per decade of magnitude, positive and negative ones apart, both axes logarithmic.
+
+    Args:
+        result: From :func:`curvlab.spectral_density`.
+    """
+    figure, axes = _axes()
+    x, *curves = result.decades(800)
+    least = 0.1  # of an eigenvalue
+    for index, (curve, name) in enumerate(zip(curves, ("positive", "negative"), strict=True)):
+        if bool((curve > least).any()):
+            axes.loglog(
+                x.tolist(), curve.clamp_min(least).tolist(), LINES[index], color=COLOURS[index],
+                lw=1.6, label=name,
+            )  # fmt: skip
+    axes.set(xlabel="magnitude", ylabel="eigenvalues per decade", ylim=(least, None))
+    axes.set_title(f"spectral density of n = {result.n:,}, {result.products} products")
+    _legend(axes)
+    return figure
+
+
 def overlap(matrix: Tensor, rows: str = "first", columns: str = "second") -> Any:
     """A heat map of squared cosines ``(k1, k2)``, as from :func:`squared_cosines`."""
     if matrix.dim() != 2 or not matrix.numel():

@@ -1,12 +1,14 @@
 """Energy, density, trace, diagonal and tracking, against matrices whose spectrum is prescribed."""
 
 import math
+import sys
 
 import pytest
 import torch
 
 from curvlab.eigen import (
     Density,
+    Estimate,
     SpectrumTracker,
     diagonal,
     lanczos,
@@ -116,6 +118,23 @@ def test_a_run_that_exhausts_the_space_ends_early_and_stays_exact():
     assert math.isclose(moment.value, 150.0, rel_tol=1e-12)
 
 
+def test_the_density_over_decades_counts_positive_and_negative_values_apart():
+    values = torch.cat([torch.logspace(-2, 3, 60), -torch.logspace(-1, 1, 40)]).double()
+    found = spectral_density(Dense(rotated(values)[0]), probes=40, steps=100)
+    x, positive, negative = found.decades(4000, width=0.02, least=1e-4)
+    decade = x.log10()
+    for curve, count in ((positive, 60), (negative, 40)):
+        assert abs(float(torch.trapezoid(curve, decade)) - count) < 4 * math.sqrt(2 * count / 40)
+    # evenly in the logarithm: 12 a decade over 10**-2 ... 10**3, and none below
+    middle = (decade > -1.5) & (decade < 2.5)
+    assert abs(float(positive[middle].mean()) - 12) < 4 * math.sqrt(2 * 48 / 40) / 4
+    assert float(positive[decade < -2.2].max()) < 1e-6
+    with pytest.raises(ValueError, match="least="):
+        found.decades(least=-1.0)
+    with pytest.raises(ValueError, match="is zero"):
+        spectral_density(torch.zeros(40, 40), probes=1, steps=3).decades()
+
+
 def test_density_survives_saving(tmp_path):
     density = spectral_density(Dense(rotated(hessian_like(60))[0]), probes=2, steps=10)
     again = Density.load(density.save(tmp_path / "d.safetensors"))
@@ -135,6 +154,59 @@ def test_trace_is_exact_on_low_rank_and_right_to_its_error_bar_otherwise():
         found = trace(Dense(rotated(values)[0]), probes=60, seed=seed)
         misses += abs(found.value - float(values.sum())) > 3 * found.error
     assert misses <= 2  # at 20 samples each, three standard errors miss about 0.6 % of the time
+
+
+@pytest.mark.parametrize("probes", [12, 48])
+def test_two_error_bars_of_the_trace_miss_one_time_in_twenty(probes):
+    """Each spectrum has strong values that the sketch cannot hold: its samples are skewed."""
+    spectra = {
+        "hessian": hessian_like(150),
+        "falling": 10.0 * 0.9 ** torch.arange(150, dtype=torch.float64),
+        "equal": torch.cat([torch.ones(20), torch.zeros(130)]).double(),
+    }
+    for name, values in spectra.items():
+        operator, true = Dense(rotated(values)[0]), float(values.sum())
+        found = [trace(operator, probes=probes, seed=seed) for seed in range(150)]
+        missed = sum(abs(one.value - true) > 2 * one.error for one in found)
+        # 150 draws at 4.6 % are above 14 once in 100 times; the bars are not idly wide either
+        assert missed <= 14, name
+        pulls = [(one.value - true) / one.error for one in found]
+        assert math.fsum(pull**2 for pull in pulls) / len(pulls) > 0.5, name
+
+
+def test_an_estimate_that_its_error_voids_is_not_printed_as_a_number():
+    assert str(Estimate(40500.0, 152147.0, 8)) == "between -2.6e+05 and 3.4e+05"
+    assert str(Estimate(5.0512, 0.031, 8)) == "5.051 ± 0.031"
+    assert str(Estimate(-3.0, 0.0, 3)) == "-3 (exact)"
+    assert not Estimate(1.0, 0.51, 8).told
+
+
+@pytest.mark.parametrize(
+    ("compute", "products"),
+    [
+        (lambda operator: spectral_density(operator, probes=2, steps=40), 80),
+        (lambda operator: power_iteration(operator, 3, tol=1e-3), None),
+        (lambda operator: power_iteration(operator, 3, stop="value"), None),
+    ],
+)
+def test_a_product_costs_at_most_one_transfer_from_the_device(compute, products, monkeypatch):
+    operator = Dense(rotated(hessian_like(120))[0])
+    waits = 0
+
+    def counting(function):
+        def counted(*args, **kwargs):
+            nonlocal waits  # those of the kernels are another matter: on a CPU they are free
+            waits += "/curvlab/eigen/" in sys._getframe(1).f_code.co_filename
+            return function(*args, **kwargs)
+
+        return counted
+
+    for name in ("item", "tolist", "__float__", "__bool__", "__int__", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+    found = compute(operator)
+    made = getattr(found, "matvecs", None) or found.products
+    assert products is None or made == products
+    assert waits <= made + 40  # what is done once: checks of arguments and of the result
 
 
 def test_trace_of_a_tiny_operator_is_exact():

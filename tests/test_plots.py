@@ -44,6 +44,9 @@ def figures(pairs):
         "scree": plots.scree(pairs),
         "scree of two": plots.scree([pairs, late], ["before", "after"]),
         "density": plots.density(spectral_density(matrix, probes=3, steps=12)),
+        "decades": plots.decades(
+            spectral_density(matrix - 9.5 * torch.eye(30), probes=3, steps=12)
+        ),
         "overlap": plots.overlap(plots.squared_cosines(pairs, pairs.vectors[:3])),
         "forgetting": plots.forgetting([run_of(3), run_of(3, 2)]),
         "perturbation": plots.perturbation(perturbation(), ["top"]),
@@ -53,7 +56,10 @@ def figures(pairs):
     }
 
 
-NAMES = ["scree", "scree of two", "density", "overlap", "forgetting", "perturbation", "roofline"]
+NAMES = (
+    "scree", "scree of two", "density", "decades", "overlap", "forgetting", "perturbation",
+    "roofline",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

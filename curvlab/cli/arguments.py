@@ -26,6 +26,9 @@ def density(parser: ArgumentParser) -> None:
     parser.add_argument("--probes", type=whole(1), default=8, help="random vectors (8)")
     parser.add_argument("--steps", type=whole(1), default=60, help="products with each (60)")
     parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument(
+        "--log", action="store_true", help="picture over the logarithm of the magnitude"
+    )
     _output(parser, "density.safetensors")
 
 

@@ -97,7 +97,7 @@ def density(options: Namespace) -> int:
     about = {**curvature.about(), "arguments": options.arguments, "cwd": str(Path.cwd())}
     found.save(out, about)
     _forget(partial)
-    pictures = _draw(options, "density", found)
+    pictures = _draw(options, "decades" if options.log else "density", found)
     moments = {power: found.moment(power) for power in (1, 2)}
     above = found.count_above(0.01, relative=True)
     nodes = found.nodes[found.weights > 0]

@@ -26,23 +26,14 @@ class Estimate:
 
     def __str__(self) -> str:
         """The value with its error; where the error voids it, what can be said of its size."""
-        if self.told:
-            digits = (
-                max(6, 2 + math.ceil(math.log10(abs(self.value) / self.error)))
-                if (self.error > 0.0)
-                else 8
-            )
-            return f"{self.value:.{digits}g} ± {self.error:.2g}"
-        if not math.isfinite(self.error):
-            return "not known: one sample has no error bar"
-        return f"between {self.value - 2 * self.error:.2g} and {self.value + 2 * self.error:.2g}"
-
-
-def mean_estimate(samples: Tensor) -> Estimate:
-    """The mean of independent ``samples`` ``(count,)`` and its standard error."""
-    count = len(samples)
-    spread = float(samples.std()) / math.sqrt(count) if count > 1 else math.inf
-    return Estimate(float(samples.mean()), spread, count)
+        if not self.told:
+            low, high = self.value - 2.0 * self.error, self.value + 2.0 * self.error
+            return f"between {low:.2g} and {high:.2g}"
+        if self.error == 0.0:
+            return f"{self.value:.8g} (exact)"
+        # as many digits as the error leaves: to the second of its own
+        digits = math.floor(math.log10(abs(self.value))) - math.floor(math.log10(self.error)) + 2
+        return f"{self.value:.{digits}g} ± {self.error:.2g}"
 
 
 def random_signs(products: Products, generator: torch.Generator, count: int) -> Tensor:
