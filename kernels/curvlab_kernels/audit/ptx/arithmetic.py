@@ -1,0 +1,252 @@
+"""Instructions that compute and compare numbers.
+
+Approximate functions (``ex2.approx`` and the like) are rounded correctly here; a GPU may differ by
+an ulp or two.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from curvlab_kernels.audit.ptx.machine import Machine, Mask, Step, reader, writer
+from curvlab_kernels.audit.ptx.numbers import FLOATS, TYPES, UNSIGNED, Array, fused
+from curvlab_kernels.audit.ptx.program import BITS, Instruction, Program
+
+Build = Callable[[Program, Instruction], Step]
+_PACKED: dict[str, tuple[str, np.dtype[Any]]] = {
+    "f32x2": ("b64", np.dtype(np.float32)),
+    "f16x2": ("b32", np.dtype(np.float16)),
+}
+INTEGERS = tuple(kind + bits for kind in "su" for bits in ("16", "32", "64"))
+BITS_ONLY = ("b16", "b32", "b64")
+
+
+def elementwise(
+    program: Program, instruction: Instruction, function: Callable[..., Array], kinds: Sequence[str]
+) -> Step:
+    """``function`` of the operands after the first, read as ``kinds``."""
+    if len(kinds) != len(instruction.operands) - 1:
+        raise instruction.unknown("has another number of operands than expected")
+    sources = [
+        reader(program, text, kind)
+        for text, kind in zip(instruction.operands[1:], kinds, strict=True)
+    ]
+    write = writer(program, instruction.operands[0])
+
+    def run(machine: Machine, mask: Mask) -> None:
+        write(machine, function(*[read(machine) for read in sources]), mask)
+
+    return run
+
+
+def only(instruction: Instruction, modifiers: Collection[str], kinds: Collection[str]) -> str:
+    """The instruction's type, after a check that nothing in its opcode is unknown."""
+    kind = instruction.parts[-1]
+    if kind not in kinds or not set(instruction.parts[1:-1]) <= set(modifiers):
+        raise instruction.unknown()
+    return kind
+
+
+def _arithmetic(on_numbers: Callable[..., Array], *, integers: bool = True) -> Build:
+    """An operation that means the same for every type; packed pairs included."""
+
+    def build(program: Program, instruction: Instruction) -> Step:
+        allowed = (*FLOATS, *_PACKED, *(INTEGERS if integers else ()))
+        kind = only(instruction, ("rn",), allowed)
+        count = len(instruction.operands) - 1
+        if kind in _PACKED:
+            whole, part = _PACKED[kind]
+            return elementwise(program, instruction, _pairs(on_numbers, part), [whole] * count)
+        return elementwise(program, instruction, on_numbers, [kind] * count)
+
+    return build
+
+
+def _pairs(function: Callable[..., Array], part: np.dtype[Any]) -> Callable[..., Array]:
+    def on_pairs(*values: Array) -> Array:
+        split = [np.ascontiguousarray(each).view(part).reshape(-1, 2) for each in values]
+        result = np.ascontiguousarray(function(*split).astype(part))
+        return result.view(UNSIGNED[2 * part.itemsize]).reshape(-1)
+
+    return on_pairs
+
+
+def _multiply(program: Program, instruction: Instruction) -> Step:
+    """``mul`` and ``mad`` of integers: low, high or whole products; ``mul`` of floats."""
+    parts, adds = instruction.parts, instruction.parts[0] == "mad"
+    if parts[-1] in (*FLOATS, *_PACKED) and not adds:
+        return _arithmetic(np.multiply)(program, instruction)
+    kind = only(instruction, ("lo", "hi", "wide"), INTEGERS)
+    if len(parts) != 3:
+        raise instruction.unknown()
+    how, bits = parts[1], BITS[kind]
+    if how != "lo" and bits == 64:
+        raise instruction.unknown()
+    wide = f"{kind[0]}{2 * bits}"
+    added = wide if how == "wide" else kind
+
+    def product(a: Array, b: Array) -> Array:
+        if how == "lo":
+            return np.multiply(a, b)
+        whole: Array = np.multiply(a.astype(TYPES[wide]), b.astype(TYPES[wide]))
+        high: Array = np.right_shift(whole, np.array(bits, whole.dtype)).astype(a.dtype)
+        return whole if how == "wide" else high
+
+    if not adds:
+        return elementwise(program, instruction, product, [kind, kind])
+    return elementwise(program, instruction, lambda a, b, c: product(a, b) + c, [kind, kind, added])
+
+
+def _fma(program: Program, instruction: Instruction) -> Step:
+    if "rn" not in instruction.parts:
+        raise instruction.unknown("rounds in a way that is not known")
+    return _arithmetic(fused, integers=False)(program, instruction)
+
+
+def _divide(program: Program, instruction: Instruction) -> Step:
+    kind = only(instruction, ("rn", "full", "approx", "ftz"), ("f32", "f64", *INTEGERS))
+    function = np.divide if kind in FLOATS else _quotient
+    return elementwise(program, instruction, function, [kind, kind])
+
+
+def _quotient(a: Array, b: Array) -> Array:
+    """Rounded toward zero; a division by zero has no defined result, here zero."""
+    whole = np.floor_divide(a, np.where(b == 0, np.array(1, b.dtype), b))
+    inexact = whole * b != a
+    return np.where(b == 0, 0, whole + (inexact & ((a < 0) != (b < 0)))).astype(a.dtype)
+
+
+def _remainder(program: Program, instruction: Instruction) -> Step:
+    kind = only(instruction, (), INTEGERS)
+    return elementwise(program, instruction, lambda a, b: a - _quotient(a, b) * b, [kind, kind])
+
+
+def _extreme(ignoring: Callable[..., Array], keeping: Callable[..., Array]) -> Build:
+    """``min`` and ``max`` of two or three; NaN loses unless the opcode says ``NaN``."""
+
+    def build(program: Program, instruction: Instruction) -> Step:
+        kept = "NaN" in instruction.parts
+        two = keeping if kept or instruction.parts[-1] in INTEGERS else ignoring
+        parts = tuple(part for part in instruction.parts if part != "NaN")
+        plain = Instruction(parts, instruction.operands, None, instruction.text, instruction.source)
+        if len(instruction.operands) == 4:
+            return _arithmetic(lambda a, b, c: two(two(a, b), c))(program, plain)
+        return _arithmetic(two)(program, plain)
+
+    return build
+
+
+_COMPARE: dict[str, Callable[..., Array]] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+_JOIN: dict[str, Callable[..., Array]] = {
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "xor": np.logical_xor,
+}
+
+
+def _comparison(instruction: Instruction, name: str, kind: str) -> Callable[..., Array]:
+    """Comparisons of floats are false with a NaN; those that end in ``u`` are true."""
+    floating = kind in FLOATS
+    if name in ("num", "nan") and floating:
+        return lambda a, b: (np.isnan(a) | np.isnan(b)) == (name == "nan")
+    if name in _COMPARE:
+        compare = _COMPARE[name]
+        if not (floating and name == "ne"):
+            return compare
+        return lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b)
+    if floating and name[:-1] in _COMPARE and name.endswith("u"):
+        compare = _COMPARE[name[:-1]]
+        return lambda a, b: compare(a, b) | np.isnan(a) | np.isnan(b)
+    if not floating and name in ("lo", "ls", "hi", "hs") and kind[0] == "u":
+        return _COMPARE[{"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}[name]]
+    raise instruction.unknown()
+
+
+def _set_predicate(program: Program, instruction: Instruction) -> Step:
+    parts = instruction.parts
+    kind = parts[-1]
+    if kind not in (*FLOATS, *INTEGERS, *BITS_ONLY) or "|" in instruction.operands[0]:
+        raise instruction.unknown()
+    compare = _comparison(instruction, parts[1], kind)
+    if len(parts) == 3:
+        return elementwise(program, instruction, compare, [kind, kind])
+    if len(parts) != 4 or parts[2] not in _JOIN:
+        raise instruction.unknown()
+    join = _JOIN[parts[2]]
+    return elementwise(
+        program, instruction, lambda a, b, p: join(compare(a, b), p), [kind, kind, "pred"]
+    )
+
+
+def _set_packed(program: Program, instruction: Instruction) -> Step:
+    """``set`` of packed halves: one where the comparison holds."""
+    parts = instruction.parts
+    if len(parts) != 4 or parts[2:] != ("f16x2", "f16x2"):
+        raise instruction.unknown()
+    compare = _comparison(instruction, parts[1], "f16")
+    return elementwise(program, instruction, _pairs(compare, np.dtype(np.float16)), ["b32", "b32"])
+
+
+def _select(program: Program, instruction: Instruction) -> Step:
+    kind = only(instruction, (), (*FLOATS, *INTEGERS, *BITS_ONLY))
+
+    def chosen(a: Array, b: Array, first: Array) -> Array:
+        return np.where(first, a, b)
+
+    return elementwise(program, instruction, chosen, [kind, kind, "pred"])
+
+
+def _function(function: Callable[[Array], Array], modifiers: Collection[str]) -> Build:
+    def build(program: Program, instruction: Instruction) -> Step:
+        kind = only(instruction, modifiers, ("f32", "f64"))
+        flush = "ftz" in instruction.parts
+        dtype = TYPES[kind]
+
+        def run(values: Array) -> Array:
+            values = _flushed(values) if flush else values
+            result = function(values.astype(np.float64)).astype(dtype)
+            return _flushed(result) if flush else result
+
+        return elementwise(program, instruction, run, [kind])
+
+    return build
+
+
+def _flushed(values: Array) -> Array:
+    tiny = np.abs(values) < np.finfo(values.dtype).tiny
+    return np.where(tiny, np.copysign(values.dtype.type(0), values), values)
+
+
+_APPROXIMATE = ("approx", "ftz")
+TABLE: dict[str, Build] = {
+    "add": _arithmetic(np.add),
+    "sub": _arithmetic(np.subtract),
+    "mul": _multiply,
+    "mad": _multiply,
+    "fma": _fma,
+    "div": _divide,
+    "rem": _remainder,
+    "min": _extreme(np.fmin, np.minimum),
+    "max": _extreme(np.fmax, np.maximum),
+    "abs": _arithmetic(np.abs),
+    "neg": _arithmetic(np.negative),
+    "setp": _set_predicate,
+    "set": _set_packed,
+    "selp": _select,
+    "sqrt": _function(np.sqrt, ("rn", *_APPROXIMATE)),
+    "rsqrt": _function(lambda x: 1 / np.sqrt(x), _APPROXIMATE),
+    "rcp": _function(np.reciprocal, ("rn", *_APPROXIMATE)),
+    "ex2": _function(np.exp2, _APPROXIMATE),
+    "lg2": _function(np.log2, _APPROXIMATE),
+    "sin": _function(np.sin, _APPROXIMATE),
+    "cos": _function(np.cos, _APPROXIMATE),
+    "tanh": _function(np.tanh, ("approx",)),
+}

@@ -1,0 +1,169 @@
+"""Run Triton kernels from the PTX that they compile to, on tensors in host memory."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from curvlab_kernels._triton.launch import Launch, handed_to
+from curvlab_kernels.audit.ptx.memory import GlobalMemory
+from curvlab_kernels.audit.ptx.program import parse
+from curvlab_kernels.audit.ptx.report import Report
+from curvlab_kernels.audit.ptx.scheduler import Executable
+
+Order = Callable[[int], Iterable[int]]  # of the number of blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A compiled kernel, ready to run."""
+
+    code: Executable
+    shared: int
+    ptx: str
+
+
+_loaded: dict[tuple[object, ...], Loaded] = {}
+
+
+def execute(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    architecture: int = 80,
+    reaches: Sequence[Tensor] = (),
+    races: bool = True,
+    order: Order | None = None,
+    **constants: Any,
+) -> Report:
+    """Compile a Triton kernel, execute its PTX on the CPU, and check what it does.
+
+    Takes what ``kernel[grid](*arguments, **constants)`` takes, with tensors in host memory, which
+    change as they would on the GPU. Raises :class:`Fault` for an access outside the tensors or
+    not aligned, shared memory read before it is written, a race in shared or global memory, a
+    barrier or a shuffle that a part of its threads does not reach; and
+    :class:`UnknownInstruction` for PTX that the interpreter does not know (tensor cores, TMA,
+    asynchronous copies).
+
+    Args:
+        kernel: A function under ``triton.jit``.
+        grid: Programs along one to three axes.
+        architecture: Compute capability times ten: 80, 90 or 100.
+        reaches: Tensors that the kernel finds by addresses in a table, not by its arguments.
+        races: Look for races in global memory, which lists every access.
+        order: Gives the order in which blocks run; all in ascending order by default.
+        constants: Compile-time arguments and options such as ``num_warps``.
+    """
+    loaded, values, tensors = load(kernel, arguments, constants, architecture)
+    spans = [_span(tensor) for tensor in (*tensors, *reaches) if tensor.numel()]
+    x, y, z = (*grid, 1, 1)[:3]
+    report = loaded.code.run(
+        (x, y, z),
+        values,
+        GlobalMemory(spans),
+        dynamic_shared=loaded.shared,
+        races=races,
+        order=None if order is None else order(x * y * z),
+    )
+    report.require_clean()
+    return report
+
+
+@contextmanager
+def executed(
+    architecture: int = 80, *, races: bool = True, order: Order | None = None
+) -> Iterator[list[Report]]:
+    """Within it this package's launches are executed from PTX; their reports are listed."""
+    reports: list[Report] = []
+
+    def run(launch: Launch) -> None:
+        report = execute(
+            launch.kernel,
+            (launch.programs,),
+            *launch.arguments,
+            architecture=architecture,
+            reaches=launch.reaches,
+            races=races,
+            order=order,
+            **launch.constants,
+            **launch.options,
+        )
+        reports.append(report)
+
+    with handed_to(run):
+        yield reports
+
+
+def load(
+    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], architecture: int
+) -> tuple[Loaded, list[int | float], list[Tensor]]:
+    """The compiled kernel, the numbers it is called with, and the tensors among its arguments.
+
+    Arguments are bound by Triton itself, so that what is compiled is what a launch would compile.
+    """
+    if not hasattr(kernel, "_pack_args"):
+        raise TypeError(
+            f"expected a kernel under triton.jit, compiled and not interpreted (TRITON_INTERPRET "
+            f"unset); got {type(kernel).__name__}"
+        )
+    backend, binder = _binder(kernel, architecture)
+    bound, specialization, options = binder(*arguments, **constants)
+    identity = (kernel, architecture, str(specialization), str(options))
+    if identity not in _loaded:
+        _loaded[identity] = _compile(
+            kernel, backend, constants, bound, specialization, options, architecture
+        )
+    given = [
+        value
+        for value, (kind, *_) in zip(bound.values(), specialization, strict=True)
+        if kind != "constexpr"
+    ]
+    values = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
+    loaded = _loaded[identity]
+    # Triton adds pointers to scratch memory, which these kernels do not ask for.
+    values += [0] * (len(loaded.code.program.parameters) - len(values))
+    return loaded, values, [each for each in given if isinstance(each, Tensor)]
+
+
+@lru_cache(maxsize=256)
+def _binder(kernel: Any, architecture: int) -> tuple[Any, Any]:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(GPUTarget("cuda", architecture, 32))
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+def _compile(
+    kernel: Any,
+    backend: Any,
+    constants: dict[str, Any],
+    bound: Any,
+    specialization: Any,
+    options: Any,
+    architecture: int,
+) -> Loaded:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    chosen, signature, constexprs, attributes = kernel._pack_args(
+        backend, dict(constants), bound, specialization, options
+    )
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    target = GPUTarget("cuda", architecture, 32)
+    compiled = triton.compile(source, target=target, options=chosen.__dict__)
+    ptx = compiled.asm["ptx"]
+    return Loaded(Executable(parse(ptx)), int(compiled.metadata.shared), ptx)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First address and bytes from a tensor's first to its last element."""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr(), (last + 1) * tensor.element_size()

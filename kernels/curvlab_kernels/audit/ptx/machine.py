@@ -1,0 +1,232 @@
+"""A batch of blocks while they run: registers, memories, who is where.
+
+Everything is vectorised over the lanes, that is all threads of all blocks of the batch, block by
+block. A register is an array with one element per lane, or with a single one where all lanes agree
+(parameters, constants and what is computed from them): numpy broadcasts it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from curvlab_kernels.audit.ptx.memory import SHARED_BASE, GlobalMemory, SharedMemory
+from curvlab_kernels.audit.ptx.numbers import TYPES, UNSIGNED, Array, bits_of
+from curvlab_kernels.audit.ptx.program import BITS, Instruction, Program
+from curvlab_kernels.audit.ptx.races import AccessLog, access
+from curvlab_kernels.audit.ptx.report import Fault, Report
+
+_PLACES = ("tid", "ntid", "ctaid", "nctaid")
+Mask = Array | None  # which lanes take part; None for all
+WARP = 32
+_SPECIAL = {"%laneid"} | {f"%{name}.{axis}" for name in _PLACES for axis in "xyz"}
+
+
+class Machine:
+    """The state that instructions read and change.
+
+    Args:
+        programs: The numbers of the blocks in this batch.
+        arguments: The kernel's parameters, as bits or numbers.
+        log: Where global accesses are listed; None leaves races in global memory unchecked.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        grid: tuple[int, int, int],
+        programs: Array,
+        arguments: Sequence[int | float],
+        dynamic_shared: int,
+        memory: GlobalMemory,
+        log: AccessLog | None,
+        report: Report,
+    ) -> None:
+        threads, blocks = program.threads, len(programs)
+        self.threads, self.blocks, self.lanes = threads, blocks, threads * blocks
+        self.registers: list[Array | None] = [None] * len(program.registers)
+        self.memory, self.log, self.report = memory, log, report
+        self.tid = np.tile(np.arange(threads, dtype=np.uint32), blocks)
+        self.lane = self.tid.astype(np.int64) % WARP
+        self.block = np.repeat(np.arange(blocks), threads)
+        self.number = np.repeat(programs, threads)  # of the block in the grid
+        self.thread = self.number * threads + self.tid
+        self.epoch = np.zeros(self.lanes, np.int32)
+        self.current = 0  # index of the instruction under way
+        narrowest, by_warp = _shared_accesses(program)
+        size = program.static_shared + dynamic_shared
+        self.shared = SharedMemory(blocks, size, narrowest, report)
+        self._identity = (self.tid // WARP if by_warp else self.tid).astype(np.int32)
+        self.special = self._special(grid)
+        self.arguments = [
+            np.array([value]).astype(TYPES[kind]).view(UNSIGNED[BITS[kind] // 8])
+            for value, (_, kind) in zip(arguments, program.parameters, strict=True)
+        ]
+
+    def _special(self, grid: tuple[int, int, int]) -> dict[str, Array]:
+        x, y, _ = grid
+        one, zero = np.ones(1, np.uint32), np.zeros(1, np.uint32)
+        found = {
+            "%laneid": self.lane.astype(np.uint32),
+            "%tid.x": self.tid,
+            "%tid.y": zero,
+            "%tid.z": zero,
+            "%ntid.x": one * np.uint32(self.threads),
+            "%ntid.y": one,
+            "%ntid.z": one,
+            "%ctaid.x": (self.number % x).astype(np.uint32),
+            "%ctaid.y": (self.number // x % y).astype(np.uint32),
+            "%ctaid.z": (self.number // x // y).astype(np.uint32),
+        }
+        return found | {f"%nctaid.{axis}": one * np.uint32(grid[i]) for i, axis in enumerate("xyz")}
+
+    def spread(self, values: Array) -> Array:
+        """One element per lane."""
+        return values if values.size == self.lanes else np.broadcast_to(values, (self.lanes,))
+
+    def active(self, mask: Mask) -> Array:
+        """Indices of the lanes that take part."""
+        return np.arange(self.lanes) if mask is None else np.flatnonzero(mask)
+
+    def stamp(self, active: Array) -> Array:
+        """Who accesses shared memory, and in which epoch."""
+        stamped: Array = self.epoch[active] * np.int32(1024) + self._identity[active]
+        return stamped
+
+    def arrive(self, blocks: Array) -> None:
+        """All threads of these blocks have met at a barrier."""
+        self.epoch.reshape(self.blocks, -1)[blocks] += 1
+        self.report.barriers += len(blocks)
+
+    def listed(
+        self,
+        active: Array,
+        owner: Array,
+        addresses: Array,
+        width: int,
+        values: Array | None = None,
+        atomic: bool = False,
+    ) -> None:
+        """Note a global access for the search for races, and its bytes."""
+        kind = "global read" if values is None else "global written"
+        self.report.bytes[kind] += addresses.size * width
+        if self.log is not None:
+            who = self.number[active], self.thread[active], self.epoch[active]
+            self.log.add(access(self.current, owner, addresses, width, who, values, atomic))
+
+    def whole_warps(self, mask: Mask, instruction: Instruction) -> Array:
+        """The lanes of the warps that take part; raises if part of a warp does."""
+        if mask is None:
+            return np.arange(self.lanes)
+        warps = mask.reshape(-1, WARP)
+        if (warps.any(1) != warps.all(1)).any():
+            raise Fault(f"only a part of a warp arrives at {instruction}")
+        return np.flatnonzero(mask)
+
+
+def _shared_accesses(program: Program) -> tuple[int, bool]:
+    """Bytes of the narrowest access of shared memory, and whether warps synchronise by themselves.
+
+    A warp's own barrier orders its threads, so that only warps can race.
+    """
+    narrowest, by_warp = 4, False
+    for instruction in program.instructions:
+        parts = instruction.parts
+        if parts[:3] == ("bar", "warp", "sync"):
+            by_warp = True
+        elif "shared" in parts and parts[0] in ("ld", "st"):
+            narrowest = min(narrowest, BITS[parts[-1]] // 8)
+        elif parts[0] in ("ldmatrix", "stmatrix") and "trans" in parts:
+            narrowest = min(narrowest, 2)
+    return narrowest, by_warp
+
+
+# Operands. Each function is called once per instruction and returns what to call at every
+# execution.
+
+Reader = Callable[[Machine], Array]
+Writer = Callable[[Machine, Array, Mask], None]
+Step = Callable[[Machine, Mask], None]  # one instruction, ready to run
+
+
+def reader(program: Program, text: str, kind: str) -> Reader:
+    """Operand ``text`` as an array of PTX type ``kind``; of a wider register the low bits."""
+    wanted = TYPES[kind]
+    if text in program.registers:
+        number, declared = program.register(text)
+        have = TYPES[declared].itemsize
+        if have < wanted.itemsize or (declared == "pred") != (kind == "pred"):
+            raise ValueError(f"register {text} is {declared}, read as {kind}")
+        narrow = UNSIGNED[wanted.itemsize] if have > wanted.itemsize else None
+
+        def read(machine: Machine) -> Array:
+            values = machine.registers[number]
+            if values is None:  # never written: anything may be there, NaN shows it best
+                values = _poison(declared)
+            return (values if narrow is None else values.astype(narrow)).view(wanted)
+
+        return read
+    if text in _SPECIAL:
+        return lambda machine: machine.special[text].view(wanted)
+    if text in program.arrays:
+        constant = np.array([SHARED_BASE + program.arrays[text]]).astype(wanted)
+    else:
+        constant = _constant(text, wanted)
+    return lambda _: constant
+
+
+def _poison(kind: str) -> Array:
+    return np.full(1, -1).astype(TYPES[kind]) if kind != "pred" else np.zeros(1, bool)
+
+
+def _constant(text: str, dtype: np.dtype[Any]) -> Array:
+    if dtype.kind == "b":
+        return np.array([bool(int(text, 0))])
+    if text[:2].lower() in ("0f", "0d") and len(text) in (10, 18):
+        bits = int(text[2:], 16)
+        size = 4 if len(text) == 10 else 8
+        if size != dtype.itemsize:
+            raise ValueError(f"{text} has {size} bytes, the instruction {dtype.itemsize}")
+    elif dtype.kind == "f" and "." in text:
+        return np.array([float(text)], dtype)
+    else:
+        bits = int(text.rstrip("U"), 0)
+    mask = (1 << (8 * dtype.itemsize)) - 1
+    return np.array([bits & mask], UNSIGNED[dtype.itemsize]).view(dtype)
+
+
+def writer(program: Program, name: str) -> Writer:
+    """Set register ``name``; narrower values are extended by their sign, wider ones cut."""
+    if name == "_":
+        return lambda _machine, _values, _mask: None
+    number, declared = program.register(name)
+    dtype = TYPES[declared]
+
+    def write(machine: Machine, values: Array, mask: Mask) -> None:
+        if values.dtype.itemsize != dtype.itemsize:
+            values = values.astype(dtype)
+        values = bits_of(values)
+        if mask is not None:
+            old = machine.registers[number]
+            values = np.where(mask, values, _poison(declared) if old is None else old)
+        machine.registers[number] = values
+
+    return write
+
+
+def addresses(program: Program, text: str) -> Reader:
+    """The address in brackets: a register or a shared array, and an offset."""
+    words = text.strip("[] ").replace(" ", "").partition("+")
+    base, offset = words[0], int(words[2] or "0", 0)
+    wide = base in program.registers and program.register(base)[1].endswith("64")
+    read = reader(program, base, "u64" if wide else "u32")
+    # 64-bit addresses wrap as on the GPU, so a negative offset is added as its complement.
+    added = np.array([offset]).astype(np.uint64 if wide else np.int64)
+    if wide:
+        return lambda machine: read(machine) + added
+    return lambda machine: read(machine).astype(np.int64) + added
+
+
+def listed(text: str) -> list[str]:
+    """The registers of a vector operand, or the one register."""
+    return [each.strip() for each in text.strip("{} ").split(",")]

@@ -1,0 +1,163 @@
+"""Global and shared memory, with the checks of a sanitizer."""
+
+import ctypes
+from collections.abc import Iterable
+
+import numpy as np
+
+from curvlab_kernels.audit.ptx.numbers import Array
+from curvlab_kernels.audit.ptx.program import Instruction
+from curvlab_kernels.audit.ptx.report import Fault, Report
+
+_LOWEST, _HIGHEST = 1 << 16, 1 << 47  # user addresses of a 64-bit process
+# Elements to read and write memory with; complex128 is sixteen bytes that numpy moves at once.
+_CONTAINER = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_THREADS = 1024  # of a block, at most: an access is stamped with epoch * _THREADS + thread
+SHARED_BASE = 1024  # where shared memory begins, so that an address of zero is out of bounds
+
+
+def _address_space(size: int) -> Array:
+    """The whole address space as an array. Indexing it is safe only after a check of bounds."""
+    pointer = ctypes.cast(_LOWEST, ctypes.POINTER(ctypes.c_uint8))
+    whole = np.ctypeslib.as_array(pointer, shape=(_HIGHEST - _LOWEST,))
+    return whole.view(_CONTAINER[size])
+
+
+class GlobalMemory:
+    """The allocations that a launch may touch.
+
+    Args:
+        allocations: First address and bytes of each. Those that overlap are taken as one.
+    """
+
+    def __init__(self, allocations: Iterable[tuple[int, int]]) -> None:
+        merged: list[list[int]] = []
+        for start, size in sorted(allocations):
+            if merged and start < merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], start + size)
+            elif size:
+                merged.append([start, start + size])
+        self.starts = np.array([start for start, _ in merged], np.uint64)
+        self.ends = np.array([end for _, end in merged], np.uint64)
+        self._views = {size: _address_space(size) for size in _CONTAINER}
+
+    def locate(self, addresses: Array, width: int, instruction: Instruction) -> Array:
+        """The allocation of each address; raises where there is none, or it is not aligned."""
+        owner = np.searchsorted(self.starts, addresses, "right") - 1
+        known = owner >= 0
+        if known.all() and len(self.starts):
+            known = addresses + np.uint64(width) <= self.ends[owner]
+        if not known.all():
+            first = int(addresses[~known][0])
+            raise Fault(
+                f"global access out of bounds: {int((~known).sum())} threads, the first at "
+                f"{self._describe(first)}: {instruction}"
+            )
+        crooked = addresses % np.uint64(width) != 0
+        if crooked.any():
+            raise Fault(
+                f"global access of {width} bytes is not aligned: {int(crooked.sum())} threads, the "
+                f"first at {int(addresses[crooked][0]):#x}: {instruction}"
+            )
+        return owner
+
+    def _describe(self, address: int) -> str:
+        before = [i for i in range(len(self.starts)) if int(self.starts[i]) <= address]
+        if not before:
+            return f"{address:#x}, below every tensor"
+        end = int(self.ends[before[-1]])
+        where = f"{address - end} bytes past the end" if address >= end else "across the end"
+        return f"{address:#x}, {where} of a tensor"
+
+    def load(self, addresses: Array, width: int) -> Array:
+        """Elements of ``width`` bytes at checked addresses."""
+        return self._views[width][self._index(addresses, width)]
+
+    def store(self, addresses: Array, values: Array) -> None:
+        width = values.dtype.itemsize
+        self._views[width][self._index(addresses, width)] = values
+
+    @staticmethod
+    def _index(addresses: Array, width: int) -> Array:
+        return ((addresses - np.uint64(_LOWEST)) // np.uint64(width)).astype(np.int64)
+
+
+class SharedMemory:
+    """Shared memory of a batch of blocks, that knows who touched what since the last barrier.
+
+    An access is stamped with the block's number of barriers so far and its thread. Two threads of
+    which one writes race if no barrier lies between; stamps of an older epoch mean nothing, so
+    that a barrier costs one addition. Between threads of one warp a ``bar.warp.sync`` would do:
+    a program that has one is checked by warps, any other by threads.
+
+    Args:
+        unit: Bytes per stamp: the narrowest access of the program.
+    """
+
+    def __init__(self, blocks: int, size: int, unit: int, report: Report) -> None:
+        self.size = -(-size // 16) * 16
+        self.unit = unit
+        self.report = report
+        self.bytes = np.full(blocks * self.size, 0xFF, np.uint8)  # NaN to whoever reads too early
+        units = blocks * self.size // unit
+        self.writer = np.full(units, -1, np.int32)
+        # Two different readers are enough to know: a writer differs from one of them.
+        self.reader = np.full(units, -1, np.int32)
+        self.other = np.full(units, -1, np.int32)
+
+    def place(self, addresses: Array, block: Array, width: int, instruction: Instruction) -> Array:
+        """Positions in ``bytes`` of addresses as the program has them; raises if out of bounds."""
+        offset = addresses - SHARED_BASE
+        if ((offset < 0) | (offset + width > self.size)).any():
+            worst = int(offset.max() if (offset + width > self.size).any() else offset.min())
+            raise Fault(f"shared access out of bounds: byte {worst} of {self.size}: {instruction}")
+        if (offset % width).any():
+            raise Fault(f"shared access of {width} bytes is not aligned: {instruction}")
+        positions: Array = offset + block * self.size
+        return positions
+
+    def load(self, at: Array, width: int, stamp: Array, instruction: Instruction) -> Array:
+        """Elements of ``width`` bytes; ``stamp`` says who asks, and when."""
+        self.report.bytes["shared read"] += at.size * width
+        for units in self._units(at, width):
+            writer = self.writer[units]
+            if (writer < 0).any():
+                self.report.found("shared memory is read before it is written", instruction)
+            if self._races(writer, stamp).any():
+                self.report.found("race in shared memory: read after write", instruction)
+            self._note_reader(units, stamp)
+        values: Array = self.bytes.view(_CONTAINER[width])[at // width]
+        return values
+
+    def store(self, at: Array, values: Array, stamp: Array, instruction: Instruction) -> None:
+        width = values.dtype.itemsize
+        self.report.bytes["shared written"] += at.size * width
+        memory: Array = self.bytes.view(_CONTAINER[width])
+        changes = memory[at // width] != values
+        for units in self._units(at, width):
+            # The same value from several threads is the same memory in any order.
+            if (self._races(self.writer[units], stamp) & changes).any():
+                self.report.found("race in shared memory: write after write", instruction)
+            read = self._races(self.reader[units], stamp) | self._races(self.other[units], stamp)
+            if (read & changes).any():
+                self.report.found("race in shared memory: write after read", instruction)
+            self.writer[units] = stamp
+        memory[at // width] = values
+        if (memory[at // width] != values).any():
+            self.report.found("two threads store different values at one address", instruction)
+
+    def _units(self, at: Array, width: int) -> list[Array]:
+        first = at // self.unit
+        return [first + i for i in range(width // self.unit)]
+
+    @staticmethod
+    def _races(theirs: Array, mine: Array) -> Array:
+        """Whether another's access happened in this epoch."""
+        raced: Array = (theirs != mine) & (theirs // _THREADS == mine // _THREADS)
+        return raced
+
+    def _note_reader(self, units: Array, stamp: Array) -> None:
+        stale = self.reader[units] // _THREADS != stamp // _THREADS
+        self.reader[units[stale]] = stamp[stale]
+        differs = self.reader[units] != stamp
+        self.other[units[differs]] = stamp[differs]

@@ -1,0 +1,235 @@
+"""Instructions that move: between registers, and to and from memory."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from curvlab_kernels.audit.ptx.arithmetic import only
+from curvlab_kernels.audit.ptx.machine import (
+    Machine,
+    Mask,
+    Step,
+    addresses,
+    listed,
+    reader,
+    writer,
+)
+from curvlab_kernels.audit.ptx.numbers import TYPES, UNSIGNED, Array, bits_of
+from curvlab_kernels.audit.ptx.program import BITS, Instruction, Program
+
+# Hints on caches and ordering that change no value in an execution without races.
+_HINTS = {"nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "volatile", "weak", "relaxed", "gpu"}
+_HINTS |= {"sys", "cta", "L1", "L2", "no_allocate", "cache_hint", "128B", "256B", "64B"}
+_HINTS |= {f"evict_{how}" for how in ("first", "last", "normal", "unchanged")}
+_LARGEST = 16  # bytes of one global access in numpy; wider ones are taken in pieces
+
+
+def move(program: Program, instruction: Instruction) -> Step:
+    """``mov``: a register, a constant, or a vector packed into or out of one register."""
+    kind = only(instruction, (), tuple(TYPES))
+    target, source = instruction.operands
+    if target.startswith("{"):
+        return _unpack(program, target, source, kind)
+    if source.startswith("{"):
+        return _pack(program, target, source, kind)
+    read, write = reader(program, source, kind), writer(program, target)
+    return lambda machine, mask: write(machine, read(machine), mask)
+
+
+def _unpack(program: Program, target: str, source: str, kind: str) -> Step:
+    writes = [writer(program, name) for name in listed(target)]
+    part = UNSIGNED[BITS[kind] // 8 // len(writes)]
+    read = reader(program, source, kind)
+
+    def run(machine: Machine, mask: Mask) -> None:
+        parts = np.ascontiguousarray(read(machine)).view(part).reshape(-1, len(writes))
+        for index, write in enumerate(writes):
+            write(machine, np.ascontiguousarray(parts[:, index]), mask)
+
+    return run
+
+
+def _pack(program: Program, target: str, source: str, kind: str) -> Step:
+    names = listed(source)
+    bits = BITS[kind] // len(names)
+    reads, write = [reader(program, name, f"b{bits}") for name in names], writer(program, target)
+    whole = UNSIGNED[BITS[kind] // 8]
+
+    def run(machine: Machine, mask: Mask) -> None:
+        packed = np.zeros(1, whole)
+        for index, read in enumerate(reads):
+            packed = packed | (read(machine).astype(whole) << np.array(index * bits, whole))
+        write(machine, packed, mask)
+
+    return run
+
+
+def _width(instruction: Instruction) -> tuple[int, int]:
+    """Bytes of one element, and elements."""
+    count = next((int(p[1:]) for p in instruction.parts if re.fullmatch(r"v[248]", p)), 1)
+    return BITS[instruction.parts[-1]] // 8, count
+
+
+def _check_hints(instruction: Instruction, space: str) -> None:
+    allowed = _HINTS | {space, "v2", "v4", "v8"}
+    if instruction.parts[-1] not in TYPES or not set(instruction.parts[1:-1]) <= allowed:
+        raise instruction.unknown()
+
+
+def load(program: Program, instruction: Instruction) -> Step:
+    """``ld`` from parameters, global or shared memory."""
+    space = instruction.parts[1]
+    target, source = instruction.operands[:2]
+    kind = instruction.parts[-1]
+    if space == "param":
+        return _load_parameter(program, instruction, kind)
+    if space not in ("global", "shared"):
+        raise instruction.unknown("reads a memory that is not known")
+    _check_hints(instruction, space)
+    size, count = _width(instruction)
+    writes, where = [writer(program, name) for name in listed(target)], addresses(program, source)
+    if len(writes) != count:
+        raise instruction.unknown("has another number of registers than its opcode says")
+    fetch = _from_global if space == "global" else _from_shared
+
+    def run(machine: Machine, mask: Mask) -> None:
+        active = machine.active(mask)
+        if not active.size:
+            return
+        at = machine.spread(where(machine))[active]
+        parts = fetch(machine, active, at, size * count, instruction)
+        parts = parts.view(UNSIGNED[size]).reshape(-1, count)
+        for index, write in enumerate(writes):
+            values = np.ascontiguousarray(parts[:, index]).view(TYPES[kind])
+            if mask is not None:
+                whole = np.empty(machine.lanes, values.dtype)
+                whole[active] = values
+                values = whole
+            write(machine, values, mask)
+
+    return run
+
+
+def _load_parameter(program: Program, instruction: Instruction, kind: str) -> Step:
+    name, _, offset = instruction.operands[1].strip("[] ").partition("+")
+    if int(offset or 0) or name not in (names := [name for name, _ in program.parameters]):
+        raise instruction.unknown("reads a parameter that is not known")
+    index, write = names.index(name), writer(program, instruction.operands[0])
+    wanted = TYPES[kind]
+
+    def run(machine: Machine, mask: Mask) -> None:
+        value = machine.arguments[index]
+        narrowed = value.astype(UNSIGNED[wanted.itemsize])
+        write(machine, narrowed.view(wanted), mask)
+
+    return run
+
+
+def _from_global(
+    machine: Machine, active: Array, at: Array, width: int, instruction: Instruction
+) -> Array:
+    owner = machine.memory.locate(at, width, instruction)
+    machine.listed(active, owner, at, width)
+    if width <= _LARGEST:
+        return machine.memory.load(at, width)
+    step = np.uint64(_LARGEST)
+    parts = [machine.memory.load(at + step * np.uint64(i), _LARGEST) for i in range(width // 16)]
+    return np.stack(parts, axis=1).reshape(-1)
+
+
+def _from_shared(
+    machine: Machine, active: Array, at: Array, width: int, instruction: Instruction
+) -> Array:
+    place = machine.shared.place(at, machine.block[active], width, instruction)
+    return machine.shared.load(place, width, machine.stamp(active), instruction)
+
+
+def store(program: Program, instruction: Instruction) -> Step:
+    """``st`` to global or shared memory."""
+    space = instruction.parts[1]
+    if space not in ("global", "shared"):
+        raise instruction.unknown("writes a memory that is not known")
+    _check_hints(instruction, space)
+    size, count = _width(instruction)
+    target, source = instruction.operands[:2]
+    reads = [reader(program, name, f"b{8 * size}") for name in listed(source)]
+    where = addresses(program, target)
+    if len(reads) != count:
+        raise instruction.unknown("has another number of registers than its opcode says")
+
+    def run(machine: Machine, mask: Mask) -> None:
+        active = machine.active(mask)
+        if not active.size:
+            return
+        at = machine.spread(where(machine))[active]
+        values = [machine.spread(read(machine))[active] for read in reads]
+        if space == "global":
+            owner = machine.memory.locate(at, size * count, instruction)
+            for index, each in enumerate(values):
+                piece = at + np.uint64(index * size)
+                machine.listed(active, owner, piece, size, each)
+                machine.memory.store(piece, each)
+        else:
+            place = machine.shared.place(at, machine.block[active], size * count, instruction)
+            for index, each in enumerate(values):
+                machine.shared.store(place + index * size, each, machine.stamp(active), instruction)
+
+    return run
+
+
+_ATOMIC: dict[str, Callable[[Array, Array], Array]] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "exch": lambda _, new: new,
+}
+
+
+def atomic(program: Program, instruction: Instruction) -> Step:
+    """``atom`` and ``red`` on global memory, one lane after the other at each address."""
+    parts = instruction.parts
+    operation = next((part for part in parts if part in (*_ATOMIC, "cas")), "")
+    hints = _HINTS | {"global", "acq_rel", "acquire", "release", operation}
+    kind = only(instruction, hints, tuple(TYPES))
+    if "global" not in parts or not operation:
+        raise instruction.unknown()
+    returns = parts[0] == "atom"
+    target = writer(program, instruction.operands[0]) if returns else None
+    where = addresses(program, instruction.operands[1 if returns else 0])
+    texts = instruction.operands[2 if returns else 1 :]
+    if len(texts) != (2 if operation == "cas" else 1):
+        raise instruction.unknown("has another number of operands than expected")
+    reads = [reader(program, text, kind) for text in texts]
+    width = TYPES[kind].itemsize
+
+    def run(machine: Machine, mask: Mask) -> None:
+        active = machine.active(mask)
+        if not active.size:
+            return
+        at = machine.spread(where(machine))[active]
+        values = [machine.spread(read(machine))[active] for read in reads]
+        owner = machine.memory.locate(at, width, instruction)
+        machine.listed(active, owner, at, width, bits_of(values[-1]), atomic=True)
+        old = np.empty(active.size, TYPES[kind])
+        waiting = np.arange(active.size)
+        while waiting.size:  # each turn takes one lane of every address
+            _, first = np.unique(at[waiting], return_index=True)
+            turn = waiting[first]
+            before = machine.memory.load(at[turn], width).view(TYPES[kind])
+            if operation == "cas":
+                new = np.where(before == values[0][turn], values[1][turn], before)
+            else:
+                new = _ATOMIC[operation](before, values[0][turn])
+            machine.memory.store(at[turn], bits_of(new))
+            old[turn] = before
+            waiting = np.delete(waiting, first)
+        if target is not None:
+            whole = np.zeros(machine.lanes, TYPES[kind])
+            whole[active] = old
+            target(machine, whole, mask)
+
+    return run

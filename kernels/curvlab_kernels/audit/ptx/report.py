@@ -1,0 +1,39 @@
+"""What an execution found and counted."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from curvlab_kernels.audit.ptx.program import Instruction
+
+
+class Fault(Exception):
+    """The kernel did what a GPU would punish, or what it would not define."""
+
+
+@dataclass(slots=True)
+class Report:
+    """One launch.
+
+    Attributes:
+        issued: Warp instructions by opcode: each is one slot of a scheduler.
+        bytes: Asked for, by what for: ``"global read"``, ``"global written"``, ``"shared read"``,
+            ``"shared written"``. Lanes that read the same address are counted each.
+        barriers: Executed by a block, over all blocks.
+        findings: What is wrong but did not end the execution, in words, with its number.
+    """
+
+    kernel: str
+    programs: int
+    issued: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    barriers: int = 0
+    findings: Counter[str] = field(default_factory=Counter)
+
+    def found(self, what: str, instruction: Instruction, count: int = 1) -> None:
+        self.findings[f"{what}: {instruction}"] += count
+
+    def require_clean(self) -> None:
+        """Raise :class:`Fault` with every finding."""
+        if self.findings:
+            listed = "\n".join(f"  {count} x {text}" for text, count in self.findings.items())
+            raise Fault(f"{self.kernel}, {self.programs} programs:\n{listed}")

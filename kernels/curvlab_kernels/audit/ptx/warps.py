@@ -1,0 +1,134 @@
+"""Instructions that the lanes of a warp execute together: shuffles and matrices."""
+
+import numpy as np
+
+from curvlab_kernels.audit.ptx.arithmetic import only
+from curvlab_kernels.audit.ptx.machine import (
+    WARP,
+    Machine,
+    Mask,
+    Step,
+    addresses,
+    listed,
+    reader,
+    writer,
+)
+from curvlab_kernels.audit.ptx.numbers import UNSIGNED, Array
+from curvlab_kernels.audit.ptx.program import Instruction, Program
+from curvlab_kernels.audit.ptx.report import Fault
+
+
+def matrix(program: Program, instruction: Instruction) -> Step:
+    """``ldmatrix`` and ``stmatrix``: 8x8 matrices of 16-bit elements, one row's address per lane.
+
+    Lane ``l`` holds elements ``2 (l % 4)`` and the next of row ``l / 4``, of the transpose with
+    ``trans``.
+    """
+    parts, loads = instruction.parts, instruction.parts[0] == "ldmatrix"
+    known = {"sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "cta"}
+    only(instruction, known, ("b16",))
+    registers, address = instruction.operands if loads else instruction.operands[::-1]
+    names = listed(registers)
+    if f"x{len(names)}" not in parts:
+        raise instruction.unknown("has another number of registers than its opcode says")
+    where = addresses(program, address)
+    crossed = "trans" in parts
+    lane = np.arange(WARP)
+    puts = [writer(program, name) for name in names] if loads else []
+    gets = [] if loads else [reader(program, name, "b32") for name in names]
+
+    def run(machine: Machine, mask: Mask) -> None:
+        active = machine.whole_warps(mask, instruction)
+        at = machine.spread(where(machine)).reshape(-1, WARP)
+        shared, block, stamp = machine.shared, machine.block[active], machine.stamp(active)
+        for index in range(len(names)):
+            rows = at[:, 8 * index : 8 * index + 8]
+            if crossed:
+                places = [rows[:, 2 * (lane % 4) + e] + 2 * (lane // 4) for e in (0, 1)]
+            else:
+                places = [rows[:, lane // 4] + 4 * (lane % 4)]
+            width = 4 // len(places)
+            spots = [
+                shared.place(each.reshape(-1)[active], block, width, instruction) for each in places
+            ]
+            if loads:
+                found = [shared.load(spot, width, stamp, instruction) for spot in spots]
+                pairs = np.stack(found, axis=1).reshape(-1).view(np.uint32)
+                whole = np.zeros(machine.lanes, np.uint32)
+                whole[active] = pairs
+                puts[index](machine, whole, mask)
+            else:
+                values = machine.spread(gets[index](machine))[active]
+                halves = np.ascontiguousarray(values).view(UNSIGNED[width])
+                for e, spot in enumerate(spots):
+                    shared.store(spot, halves[e :: len(spots)], stamp, instruction)
+
+    return run
+
+
+def shuffle(program: Program, instruction: Instruction) -> Step:
+    """``shfl.sync``: a register of another lane of the warp."""
+    parts = instruction.parts
+    if parts[:2] != ("shfl", "sync") or parts[3:] != ("b32",):
+        raise instruction.unknown()
+    mode = parts[2]
+    if mode not in ("up", "down", "bfly", "idx"):
+        raise instruction.unknown()
+    target, _, flag = instruction.operands[0].partition("|")
+    write = writer(program, target)
+    write_flag = writer(program, flag) if flag else None
+    kinds = ("b32", "u32", "u32", "u32")
+    reads = [
+        reader(program, text, kind)
+        for text, kind in zip(instruction.operands[1:], kinds, strict=True)
+    ]
+
+    def run(machine: Machine, mask: Mask) -> None:
+        values, by, clamp, members = (machine.spread(read(machine)) for read in reads)
+        _check_members(machine, mask, members, instruction)
+        segment = (clamp.astype(np.int64) >> 8) & 31
+        lane, step = machine.lane, by.astype(np.int64) & 31
+        last = (lane & segment) | (clamp.astype(np.int64) & 31 & ~segment)
+        if mode == "up":
+            source = lane - step
+            inside = source >= last
+        else:
+            others = {"down": lane + step, "bfly": lane ^ step}
+            source = others.get(mode, (lane & segment) | (step & ~segment))
+            inside = source <= last
+        source = np.where(inside, source, lane)
+        origin = np.arange(machine.lanes) - lane + source
+        if mask is not None and not mask[origin[mask]].all():
+            raise Fault(f"a lane that does not take part is read by {instruction}")
+        write(machine, values[origin], mask)
+        if write_flag is not None:
+            write_flag(machine, inside, mask)
+
+    return run
+
+
+def _check_members(machine: Machine, mask: Mask, members: Array, instruction: Instruction) -> None:
+    """The lanes that execute a warp's instruction must be those that its mask names."""
+    active = np.ones(machine.lanes, bool) if mask is None else mask
+    here = active.reshape(-1, WARP)
+    present = (here.astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)
+    named = members.reshape(-1, WARP).astype(np.uint64)
+    wrong = here & (named != present[:, None])
+    if wrong.any():
+        warp = int(np.flatnonzero(wrong.any(1))[0])
+        raise Fault(
+            f"lanes {int(present[warp]):#010x} of a warp execute an instruction for lanes "
+            f"{int(named[warp][here[warp]][0]):#010x}: {instruction}"
+        )
+
+
+def warp_barrier(program: Program, instruction: Instruction) -> Step:
+    """``bar.warp.sync``: orders the lanes of a warp, which then race by warps only."""
+    if instruction.parts != ("bar", "warp", "sync"):
+        raise instruction.unknown()
+    read = reader(program, instruction.operands[0], "u32")
+
+    def run(machine: Machine, mask: Mask) -> None:
+        _check_members(machine, mask, machine.spread(read(machine)), instruction)
+
+    return run

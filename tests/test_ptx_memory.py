@@ -1,0 +1,346 @@
+"""The PTX interpreter as a sanitizer: memories, races, barriers, shuffles, with known outcomes."""
+
+import numpy as np
+import pytest
+from curvlab_kernels.audit.ptx.report import Fault
+
+from tests.ptx_snippets import run
+
+STORE = "mad.wide.u32 %w0, %t, 4, %a0; st.global.b32 [%w0], %r1;"
+
+
+def numbers(count=32):
+    return np.arange(count, dtype=np.uint32)
+
+
+def finding(report):
+    (text,) = report.findings
+    return text
+
+
+# Global memory
+
+
+def test_vectors_of_every_width_are_loaded_and_stored():
+    for bits, count in ((8, 2), (8, 4), (16, 4), (32, 2), (32, 4), (64, 2), (32, 8), (64, 4)):
+        registers = ", ".join(f"%{'d' if bits == 64 else 'r'}{i}" for i in range(count))
+        size = bits * count // 8
+        source = np.zeros(32 * size + 32, np.uint8)
+        start = -source.ctypes.data % 32  # a vector is aligned to its size
+        source = source[start : start + 32 * size]
+        source[:] = np.random.default_rng(0).integers(0, 256, source.size)
+        target = np.zeros(32 * size + 32, np.uint8)
+        target = target[-target.ctypes.data % 32 :][: 32 * size]
+        run(
+            f"mad.wide.u32 %w0, %t, {size}, %a0; mad.wide.u32 %w1, %t, {size}, %a1;"
+            f"ld.global.v{count}.b{bits} {{{registers}}}, [%w0];"
+            f"st.global.v{count}.b{bits} [%w1], {{{registers}}};",
+            source,
+            target,
+        )
+        assert np.array_equal(source, target), (bits, count)
+
+
+def test_a_signed_byte_is_extended_and_an_unsigned_one_is_not():
+    source, out = np.full(32, 0x80, np.uint8), numbers()
+    load = "cvt.u64.u32 %d0, %t; add.s64 %d1, %a1, %d0; ld.global.{}8 %r1, [%d1];" + STORE
+    run(load.format("s"), out, source)
+    assert (out == 0xFFFFFF80).all()
+    run(load.format("u"), out, source)
+    assert (out == 0x80).all()
+
+
+def test_an_access_past_the_end_is_found_with_its_distance():
+    with pytest.raises(
+        Fault, match=r"1 threads, the first at .*, 0 bytes past the end of a tensor"
+    ):
+        run("mov.u32 %r1, 1;" + STORE, numbers(31))
+
+
+def test_an_access_before_the_start_is_found():
+    body = "mov.u32 %r1, 1; mad.wide.u32 %w0, %t, 4, %a0; st.global.b32 [%w0 + -4], %r1;"
+    with pytest.raises(Fault, match="out of bounds"):
+        run(body, numbers())
+
+
+def test_a_guard_keeps_an_access_inside():
+    out = np.zeros(31, np.uint32)
+    run(
+        "setp.lt.u32 %p1, %t, 31; mad.wide.u32 %w0, %t, 4, %a0;"
+        "mov.u32 %r1, 5; @%p1 st.global.b32 [%w0], %r1;",
+        out,
+    )
+    assert (out == 5).all()
+
+
+def test_a_misaligned_vector_is_found():
+    with pytest.raises(Fault, match="8 bytes is not aligned: 16 threads"):
+        run("mad.wide.u32 %w0, %t, 4, %a0; ld.global.v2.b32 {%r1, %r2}, [%w0];", numbers(34))
+
+
+def test_two_threads_that_write_one_address_race():
+    out = numbers(1)
+    report = run("st.global.b32 [%a0], %t;", out)
+    assert "two threads write one address" in finding(report)
+
+
+def test_the_same_value_from_every_thread_is_no_race():
+    out = numbers(1)
+    assert not run("mov.u32 %r1, 9; st.global.b32 [%a0], %r1;", out, blocks=3).findings
+    assert out[0] == 9
+
+
+def test_halves_of_one_word_are_two_addresses():
+    out = np.zeros(32, np.uint16)
+    body = "mad.wide.u32 %w0, %t, 2, %a0; cvt.u16.u32 %h1, %t; st.global.b16 [%w0], %h1;"
+    assert not run(body, out).findings
+    assert out.tolist() == list(range(32))
+
+
+NEIGHBOUR = """
+    xor.b32 %r2, %t, 32;
+    mad.wide.u32 %w0, %t, 4, %a0; mad.wide.u32 %w1, %r2, 4, %a0;
+    st.global.b32 [%w0], %t;
+    {barrier}
+    ld.global.b32 %r1, [%w1];
+    mad.wide.u32 %w2, %t, 4, %a1; st.global.b32 [%w2], %r1;
+"""
+
+
+def test_a_barrier_orders_global_accesses_of_one_block():
+    memory, out = numbers(64), numbers(64)
+    report = run(NEIGHBOUR.format(barrier=""), memory, out, threads=64)
+    assert "race in global memory with 'st.global.b32" in finding(report)
+    report = run(NEIGHBOUR.format(barrier="bar.sync 0;"), memory, out, threads=64)
+    assert not report.findings
+    assert out.tolist() == [i ^ 32 for i in range(64)]
+
+
+def test_a_barrier_orders_nothing_between_blocks():
+    body = """
+        mov.u32 %r3, %ctaid.x; setp.eq.u32 %p1, %r3, 0;
+        @%p1 st.global.b32 [%a0], %r3;
+        bar.sync 0;
+        @!%p1 ld.global.b32 %r1, [%a0];
+    """
+    report = run(body, numbers(1), blocks=2)
+    assert "race in global memory with" in finding(report)
+    # Also when the blocks do not run side by side.
+    assert run(body, numbers(1), blocks=2, lanes=32).findings == report.findings
+
+
+def test_atomics_add_up_and_race_with_plain_accesses_only():
+    total = np.zeros(1, np.uint32)
+    assert not run("atom.global.add.u32 %r1, [%a0], %t;", total, blocks=3).findings
+    assert total[0] == 3 * sum(range(32))
+    report = run("red.global.add.u32 [%a0], %t; ld.global.b32 %r1, [%a0];", total)
+    assert "race in global memory" in finding(report)
+
+
+def test_atomics_return_what_was_there():
+    count, out = np.zeros(1, np.uint32), numbers()
+    run("mov.u32 %r2, 1; atom.global.add.u32 %r1, [%a1], %r2;" + STORE, out, count)
+    assert sorted(out) == list(range(32))
+    lock = np.zeros(1, np.uint32)
+    run("add.u32 %r2, %t, 1; atom.global.cas.b32 %r1, [%a1], 0, %r2;" + STORE, out, lock)
+    assert lock[0] == 1
+    assert out.tolist() == [0] + [1] * 31
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"), [("min", 0), ("max", 31), ("and", 0), ("or", 31), ("xor", 0)]
+)
+def test_other_atomics(operation, expected):
+    memory = np.zeros(1, np.uint32)
+    kind = "b32" if operation in ("and", "or", "xor") else "u32"
+    run(f"red.global.{operation}.{kind} [%a0], %t;", memory)
+    assert memory[0] == expected
+
+
+def test_atomic_exchange_keeps_one_of_the_values():
+    memory = np.full(1, 99, np.uint32)
+    run("atom.global.exch.b32 %r1, [%a0], %t;", memory)
+    assert memory[0] < 32
+
+
+# Shared memory
+
+EXCHANGE = """
+    mov.u32 %r9, buffer; shl.b32 %r8, %t, 2; add.u32 %r7, %r9, %r8;
+    xor.b32 %r6, %r8, {distance}; add.u32 %r6, %r9, %r6;
+    st.shared.b32 [%r7], %t;
+    {barrier}
+    ld.shared.b32 %r1, [%r6];
+    {after}
+"""
+
+
+@pytest.mark.parametrize("distance", [4, 128], ids=["within a warp", "between warps"])
+def test_a_missing_barrier_is_a_race(distance):
+    out = numbers(64)
+    body = EXCHANGE.format(distance=distance, barrier="", after=STORE)
+    report = run(body, out, threads=64, shared=256)
+    assert "race in shared memory: read after write" in finding(report)
+    body = EXCHANGE.format(distance=distance, barrier="bar.sync 0;", after=STORE)
+    assert not run(body, out, threads=64, shared=256).findings
+    assert out.tolist() == [i ^ (distance // 4) for i in range(64)]
+
+
+def test_a_barrier_of_the_warp_orders_its_lanes_only():
+    for distance, clean in ((4, True), (128, False)):
+        body = EXCHANGE.format(distance=distance, barrier="bar.warp.sync -1;", after="")
+        report = run(body, numbers(1), threads=64, shared=256)
+        assert (not report.findings) == clean
+
+
+def test_writing_what_others_may_still_read_is_a_race():
+    after = "{} mov.u32 %r1, 77; st.shared.b32 [%r7], %r1;"
+    for barrier, clean in (("", False), ("bar.sync 0;", True)):
+        body = EXCHANGE.format(distance=4, barrier="bar.sync 0;", after=after.format(barrier))
+        report = run(body, numbers(1), threads=64, shared=256)
+        assert (not report.findings) == clean
+        assert clean or "write after read" in finding(report)
+
+
+def test_a_write_over_anothers_write_is_a_race():
+    body = """
+        mov.u32 %r9, buffer; shl.b32 %r8, %t, 2; add.u32 %r7, %r9, %r8; st.shared.b32 [%r7], %t;
+        xor.b32 %r6, %r8, 4; add.u32 %r6, %r9, %r6; st.shared.b32 [%r6], %t;
+    """
+    assert "write after write" in finding(run(body, numbers(1), shared=256))
+
+
+def test_different_values_at_one_address_are_found_and_equal_ones_are_not():
+    body = "mov.u32 %r9, buffer; mov.u32 %r8, 3; st.shared.b32 [%r9], {};"
+    report = run(body.format("%t"), numbers(1), shared=16)
+    assert "different values at one address" in finding(report)
+    assert not run(body.format("%r8"), numbers(1), shared=16, threads=64).findings
+
+
+def test_shared_memory_must_be_written_before_it_is_read():
+    body = "mov.u32 %r9, buffer; ld.shared.b32 %r1, [%r9];" + STORE
+    out = numbers()
+    assert "read before it is written" in finding(run(body, out, shared=16))
+    assert (out == 0xFFFFFFFF).all()  # NaN to a float
+
+
+def test_shared_accesses_stay_inside_and_aligned():
+    with pytest.raises(Fault, match="shared access out of bounds: byte 124 of 64"):
+        run(EXCHANGE.format(distance=4, barrier="", after=""), numbers(1), shared=64)
+    with pytest.raises(Fault, match="shared access out of bounds"):
+        run("mov.u32 %r9, 0; st.shared.b32 [%r9], %t;", numbers(1), shared=64)
+    with pytest.raises(Fault, match="is not aligned"):
+        run("mov.u32 %r9, buffer; st.shared.b64 [%r9+4], %a0;", numbers(1), shared=64)
+
+
+def test_blocks_do_not_share_shared_memory():
+    body = "mov.u32 %r9, buffer; mov.u32 %r2, %ctaid.x; st.shared.b32 [%r9], %r2; bar.sync 0;"
+    body += "ld.shared.b32 %r1, [%r9]; mad.wide.u32 %w0, %r2, 4, %a0; st.global.b32 [%w0], %r1;"
+    out = numbers(7)[::-1].copy()
+    assert not run(body, out, blocks=7, shared=16).findings
+    assert out.tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("crossed", ["", ".trans"])
+def test_matrices_through_shared_memory_are_laid_out_as_documented(crossed):
+    """stmatrix then ldmatrix return the registers; what lies between is the matrix."""
+    out = np.zeros(64, np.uint16)
+    body = f"""
+        mov.u32 %r9, buffer; and.b32 %r8, %t, 7; mad.lo.u32 %r7, %r8, 16, %r9;
+        shl.b32 %r6, %t, 1; add.u32 %r5, %r6, 1; shl.b32 %r5, %r5, 16; or.b32 %r4, %r5, %r6;
+        stmatrix.sync.aligned.m8n8.x1{crossed}.shared.b16 [%r7], {{%r4}};
+        bar.sync 0;
+        shl.b32 %r3, %t, 2; add.u32 %r2, %r9, %r3; ld.shared.b32 %r1, [%r2];
+        {STORE}
+        ldmatrix.sync.aligned.m8n8.x1{crossed}.shared.b16 {{%r10}}, [%r7];
+        setp.ne.b32 %p1, %r10, %r4; @%p1 st.global.b32 [%a0 + -4], %r10;
+    """
+    assert not run(body, out.view(np.uint32), shared=128).findings
+    # Lane l holds elements (l / 4, 2 (l % 4)) and the next: numbered along the rows.
+    matrix = out.reshape(8, 8)
+    assert np.array_equal(matrix.T if crossed else matrix, np.arange(64).reshape(8, 8))
+
+
+# Barriers and shuffles
+
+
+def test_a_barrier_that_some_threads_never_reach_is_found():
+    body = "setp.lt.u32 %p1, %t, 32; @%p1 bra SKIP; bar.sync 0; SKIP: mov.u32 %r1, 0;"
+    with pytest.raises(Fault, match=r"barrier divergence in 1 blocks.*have ended"):
+        run(body, numbers(1), threads=64)
+
+
+def test_threads_at_two_barriers_are_found():
+    body = (
+        "setp.lt.u32 %p1, %t, 32; @%p1 bra A; bar.sync 0; bra B; A: bar.sync 0; B: mov.u32 %r1, 0;"
+    )
+    with pytest.raises(Fault, match=r"barrier divergence.*another one"):
+        run(body, numbers(1), threads=64)
+
+
+def test_blocks_may_pass_a_different_number_of_barriers():
+    body = """
+        mov.u32 %r2, %ctaid.x; mov.u32 %r1, 0;
+        LOOP: setp.ge.u32 %p1, %r1, %r2; @%p1 bra END;
+        bar.sync 0; add.u32 %r1, %r1, 1; bra LOOP;
+        END: bar.sync 0;
+    """
+    report = run(body, numbers(1), blocks=5, threads=64)
+    assert report.barriers == 5 + sum(range(5))
+    assert report.issued["bar.sync"] == 2 * report.barriers  # two warps
+
+
+@pytest.mark.parametrize(
+    ("mode", "by", "clamp", "source"),
+    [
+        ("bfly", 5, 31, lambda i: i ^ 5),
+        ("idx", 7, 31, lambda _: 7),
+        ("down", 3, 31, lambda i: i + 3 if i + 3 < 32 else i),
+        ("up", 3, 0, lambda i: i - 3 if i >= 3 else i),
+        ("down", 3, 0x181F, lambda i: i + 3 if i % 8 < 5 else i),
+        ("idx", 2, 0x181F, lambda i: i // 8 * 8 + 2),
+    ],
+)
+def test_shuffles_take_the_documented_lane(mode, by, clamp, source):
+    out = numbers(64)
+    body = f"shfl.sync.{mode}.b32 %r1|%p1, %t, {by}, {clamp}, -1; {STORE}"
+    run(body, out, threads=64)
+    assert out.tolist() == [i // 32 * 32 + source(i % 32) for i in range(64)]
+
+
+def test_a_shuffle_with_a_part_of_its_warp_is_found():
+    body = "setp.lt.u32 %p1, %t, 16; @%p1 shfl.sync.bfly.b32 %r1, %t, 1, 31, {};"
+    with pytest.raises(Fault, match="execute an instruction for lanes 0xffffffff"):
+        run(body.format("-1"), numbers(1))
+    assert not run(body.format("0xffff"), numbers(1)).findings
+
+
+def test_a_shuffle_from_a_lane_that_is_away_is_found():
+    body = "setp.lt.u32 %p1, %t, 16; @%p1 shfl.sync.bfly.b32 %r1, %t, 16, 31, 0xffff;"
+    with pytest.raises(Fault, match="does not take part is read"):
+        run(body, numbers(1))
+
+
+def test_a_matrix_load_by_a_part_of_a_warp_is_found():
+    body = "mov.u32 %r9, buffer; setp.lt.u32 %p1, %t, 16;"
+    body += "@%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r9];"
+    with pytest.raises(Fault, match="only a part of a warp"):
+        run(body, numbers(1), shared=128)
+
+
+def test_the_counts_are_those_of_the_program():
+    out = numbers(64)
+    report = run("mov.u32 %r1, 1;" + STORE, out, threads=64, blocks=1)
+    # A parameter, the thread's number, the constant, the address, the store, the end: two warps.
+    assert sum(report.issued.values()) == 2 * 6
+    assert report.bytes["global written"] == 256
+
+
+def test_the_order_and_number_of_blocks_side_by_side_change_nothing():
+    body = "mov.u32 %r1, %ctaid.x; mad.lo.u32 %r1, %r1, 32, %t; mad.wide.u32 %w0, %r1, 4, %a0;"
+    body += "ld.global.b32 %r2, [%w0]; mul.lo.u32 %r2, %r2, 3; st.global.b32 [%w0], %r2;"
+    first, second = numbers(32 * 9), numbers(32 * 9)
+    run(body, first, blocks=9)
+    run(body, second, blocks=9, lanes=64, order=reversed(range(9)))
+    assert np.array_equal(first, 3 * numbers(32 * 9))
+    assert np.array_equal(first, second)
