@@ -19,7 +19,7 @@ from curvlab.operators.products.autograd import Product
 from curvlab.operators.products.choose import Engine, fastest
 from curvlab.operators.products.mlp import MLPProduct
 from curvlab.operators.products.mlp_plan import MLPPlan, recognise
-from curvlab.operators.verify import MARGIN
+from curvlab.operators.verify import MARGIN, require_same_gradient
 from curvlab.parameters import Selection, select_parameters
 from curvlab.probe import Certificate, OperatorError, probe
 
@@ -54,13 +54,16 @@ class Curvature(Operator):
         precision: ``"exact"``; ``"tf32"`` (CUDA) or ``"bfloat16"`` (autocast) trade accuracy, about
             1e-3 and 1e-2 relative in a product, for speed.
         budget: Bytes the operator may take; by default half of what is free.
-        engine: ``"auto"``, ``"retained"``, ``"rebuilt"``, ``"linearised"``, ``"compiled"``,
-            ``"mlp"``, or ``"measure"`` to time the candidates once for this model and shape.
+        engine: ``"auto"``, ``"retained"``, ``"rebuilt"``, ``"blockwise"``, ``"linearised"``,
+            ``"compiled"``, ``"mlp"``, or ``"measure"`` to time the candidates once for this model
+            and shape. ``"blockwise"`` needs the memory of one block of the model at a time, for
+            about half as much time again; it is taken where no other fits the budget.
         check: Whether to probe symmetry, repeatability and linearity now (four products with one
             chunk) and raise :class:`~curvlab.probe.OperatorError` if they fail.
     """
 
     needs_outputs = False  # apart from the loss
+    second = True  # whether second derivatives of the model are taken
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class Curvature(Operator):
             problem.terms.split(type(self).__name__)
         self.plan = self._recognise()
         self._build, self._engine = self._choose(engine)
-        self._divide(chunk, budget)
+        self._divide(chunk, budget, free=engine == "auto")
         if check:
             first = _Part(self, problem.chunks[:1])
             self.certificate = probe(first, limit=self.limit)
@@ -136,7 +139,10 @@ class Curvature(Operator):
 
     def gradient(self) -> Tensor:
         """The gradient of the objective on the same data, ``(n,)``."""
-        return self.problem.gradient()
+        if self._engine != "blockwise":
+            return self.problem.gradient()
+        with self.problem.in_blocks(second=False):
+            return self.problem.gradient()
 
     def about(self) -> dict[str, Any]:
         """What was differentiated, for a saved result: kind, sizes, settings, digests."""
@@ -197,7 +203,8 @@ class Curvature(Operator):
         if chunk.number in self._kept:
             return self._kept[chunk.number]
         if chunk.number >= self._keep:
-            return self._retained(chunk, keep=False)
+            build = self._blockwise if self._engine == "blockwise" else self._retained
+            return build(chunk, keep=False)
         self._kept[chunk.number] = self._build(chunk)
         return self._kept[chunk.number]
 
@@ -206,6 +213,11 @@ class Curvature(Operator):
             raise TypeError("the model is not a plain MLP")
         inputs, targets = chunk.batch
         return MLPProduct(self.plan, self.problem.named(), inputs, targets, chunk.weight)
+
+    def _blockwise(self, chunk: Chunk, keep: bool = True) -> Product:
+        """By autograd, with a graph that holds only what passes between blocks of the model."""
+        with self.problem.in_blocks(second=self.second):
+            return self._retained(chunk, keep)
 
     @abstractmethod
     def _retained(self, chunk: Chunk, keep: bool = True) -> Product:
@@ -230,9 +242,12 @@ class Curvature(Operator):
 
     def _choose(self, engine: str) -> tuple[Callable[[Chunk], Product], str]:
         builders = self._builders()
+        if self.problem.blocks:
+            builders["blockwise"] = self._blockwise
         if engine == "auto":
             engine = next(iter(builders))
         elif engine == "measure":
+            builders.pop("blockwise", None)  # for memory, never for speed
             engine = fastest(self.problem, type(self).__name__, builders)
         elif engine == "rebuilt":
             return self._retained, engine
@@ -247,6 +262,9 @@ class Curvature(Operator):
     def _compare_engines(self, chunk: Chunk) -> None:
         """Raise unless an engine that is not plain autograd agrees with it on one vector."""
         if self._engine in ("retained", "rebuilt"):
+            return
+        if self._engine == "blockwise":  # plain products may not fit; plain gradients show as much
+            require_same_gradient(self.problem, chunk)
             return
         generator = torch.Generator().manual_seed(1)
         vector = torch.randn(1, self.n, generator=generator, dtype=torch.float64)
@@ -265,8 +283,12 @@ class Curvature(Operator):
                 f'{limit:.1e}): pass engine="retained" and report this model'
             )
 
-    def _divide(self, chunk: ChunkSize, budget: float | None) -> None:
-        """Cut the data, and settle how many chunks keep their graph."""
+    def _divide(self, chunk: ChunkSize, budget: float | None, *, free: bool) -> None:
+        """Cut the data, and settle how many chunks keep their graph.
+
+        Args:
+            free: Whether another engine may be taken for the sake of the budget.
+        """
         problem = self.problem
         if budget is None:
             budget = memory.SHARE * memory.free_bytes(self.device)
@@ -275,7 +297,12 @@ class Curvature(Operator):
         # the copied parameters, a float64 sum, and the vectors of a probe or a small solver
         room = memory.USABLE * budget - held - self.n * (7 * element + 8)
         samples = None if problem.whole else problem.batches.samples
-        cost = self.cost = self._cost(samples, room)
+        cost = self._cost(samples, room)
+        if self._engine == "retained" and not cost.peak(1) <= room and problem.blocks and free:
+            # Not a single sample fits: one block at a time may.
+            self._build, self._engine = self._blockwise, "blockwise"
+            cost = self._cost(samples, room)
+        self.cost = cost
         if samples is None:
             size, units = None, 1
         elif isinstance(chunk, int):
@@ -297,7 +324,7 @@ class Curvature(Operator):
         problem = self.problem
         batches = problem.batches.pieces(None) if samples is None else problem.batches.joined
         largest = max(batches, key=lambda batch: sample_count(batch) or 0)
-        build = self._build if self._engine == "mlp" else self._retained
+        build = self._build if self._engine in ("mlp", "blockwise") else self._retained
 
         def run(size: int) -> Callable[[], Tensor]:
             batch = largest if samples is None else rows(largest, slice(0, size))

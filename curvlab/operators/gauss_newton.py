@@ -24,6 +24,7 @@ class Sandwich(Curvature):
     """``J' A J`` with A given by a subclass."""
 
     needs_outputs = True
+    second = False
 
     @abstractmethod
     def _output_curvature(self, chunk: Chunk, output: Tensor) -> OutputCurvature:

@@ -179,17 +179,23 @@ def arithmetic(device: torch.device, precision: Precision) -> Iterator[None]:
                     switch.fp32_precision = old
 
 
-@contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    generators = [torch.default_generator]
+def generators(device: torch.device) -> list[torch.Generator]:
+    """The global generators that a forward pass on ``device`` may draw from."""
+    found = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.current_device()  # the generators exist once CUDA is initialised
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
+        found.append(torch.cuda.default_generators[device.index or 0])
+    return found
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    drawn = generators(device)
+    before = [generator.get_state() for generator in drawn]
+    for generator in drawn:
         generator.manual_seed(seed)
     try:
         yield
     finally:
-        for generator, state in zip(generators, before, strict=True):
+        for generator, state in zip(drawn, before, strict=True):
             generator.set_state(state)

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,7 @@ from curvlab.operators.policy import (
     training_flags,
     unwrap,
 )
+from curvlab.operators.products.blocks import find_blocks, recomputing
 from curvlab.operators.verify import (
     describe,
     require_additive,
@@ -100,6 +102,7 @@ class Problem:
         self.whole = whole_batches or coupled or self.batches.samples is None
         self.count = count
         self.inputs_change = False  # whether the model writes into its inputs
+        self._second: bool | None = None  # whether graphs are made in blocks, and for what
         self.chunks: list[Chunk] = []
         self.values: list[float] = []
         self.normaliser = 1.0
@@ -176,8 +179,37 @@ class Problem:
         state = {**self.fixed, **{name: buffer.clone() for name, buffer in self.buffers.items()}}
         state.update(zip(self._names, parameters, strict=True))
         seed = chunk.number if seed is None else seed
-        with evaluation(self.flags, seed, self.device, self.precision):
+        with evaluation(self.flags, seed, self.device, self.precision), self._blocks(seed):
             return functional_call(_Call(self.model), state, (function, batch))
+
+    # -- blocks that are computed again, see curvlab.operators.products.blocks ---------------------
+
+    @cached_property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of the model, if it is made of some."""
+        return find_blocks(self.model)
+
+    @contextlib.contextmanager
+    def in_blocks(self, *, second: bool) -> Iterator[None]:
+        """Graphs made in the context hold what lies between blocks, not what is inside them."""
+        before, self._second = self._second, second
+        try:
+            yield
+        finally:
+            self._second = before
+
+    def _blocks(self, seed: int) -> contextlib.AbstractContextManager[None]:
+        if self._second is None:
+            return contextlib.nullcontext()
+
+        @contextlib.contextmanager
+        def again(block: nn.Module) -> Iterator[None]:
+            flags = {module: self.flags[module] for module in block.modules()}
+            evaluated = evaluation(flags, seed, self.device, self.precision)
+            with arithmetic(self.device, self.precision), evaluated:
+                yield
+
+        return recomputing(self.blocks, again, self._second)
 
     def named(self) -> dict[str, Tensor]:
         """All parameters, selected or not, by their names in the model."""

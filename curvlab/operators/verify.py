@@ -1,15 +1,20 @@
 """What is checked of a problem before it is differentiated: is it one function, summed how?"""
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from curvlab.batches import map_tensors, rows, sample_count, tensors
 from curvlab.operators.objective import Reduction
+from curvlab.operators.policy import arithmetic
+from curvlab.operators.products.blocks import REMEDY
+from curvlab.probe import OperatorError
 
 if TYPE_CHECKING:
-    from curvlab.operators.problem import Problem
+    from curvlab.operators.problem import Chunk, Problem
 
 MIXED = 48  # samples picked from all over the data
 # Rounding happens in every operation, the parameters' is measured. A wrong reduction, a coupling of
@@ -122,6 +127,31 @@ def rounding(problem: "Problem", batch: Any) -> float:
     step = 0.1 * unit**0.5
     rough = 0.5 * abs((at(step) - here) + (at(-step) - here))
     return max(abs(at(unit) - here), abs(at(-unit) - here), rough)
+
+
+def require_same_gradient(problem: "Problem", chunk: "Chunk") -> None:
+    """Raise unless the first sample's gradient in blocks is the one without them, to rounding."""
+    whole = problem.whole or sample_count(chunk.batch) is None
+    sample = replace(chunk, batch=chunk.batch if whole else rows(chunk.batch, slice(0, 1)))
+
+    def gradient() -> Tensor:
+        value = problem.loss(sample, problem.parameters)
+        pieces = torch.autograd.grad(value, problem.parameters, allow_unused=True)
+        return problem.layout.flatten(pieces, like=problem.parameters[0])
+
+    with arithmetic(problem.device, problem.precision):
+        plain = gradient()
+        with problem.in_blocks(second=False):
+            error = float((gradient() - plain).norm())
+        limit = 1e3 * float(torch.finfo(problem.dtype).eps) * float(plain.norm())
+        if not error <= limit:
+            with problem.moved(float(torch.finfo(problem.dtype).eps)):
+                limit = max(limit, MARGIN * float((gradient() - plain).norm()))
+    if not error <= limit:
+        raise OperatorError(
+            f"computed again block by block, the gradient differs by {error:.1e} (limit "
+            f"{limit:.1e}). {REMEDY}"
+        )
 
 
 def describe(batch: Any) -> str:

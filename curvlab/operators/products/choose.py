@@ -16,7 +16,7 @@ from curvlab.operators.products.autograd import Product
 
 log = logging.getLogger("curvlab")
 
-Engine = Literal["retained", "rebuilt", "linearised", "compiled", "mlp"]
+Engine = Literal["retained", "rebuilt", "blockwise", "linearised", "compiled", "mlp"]
 ROUNDS = 3
 
 _measured: WeakKeyDictionary[nn.Module, dict[Any, Engine]] = WeakKeyDictionary()

@@ -1,0 +1,278 @@
+"""Blocks that are computed again whenever they are differentiated: the memory of one block.
+
+A kept graph holds every activation of the model, twice. Here a block (one layer of a transformer,
+one stage of a ResNet) keeps only its inputs and, in a gradient that will be differentiated again,
+the gradient of its outputs. Its inside is rebuilt for its first derivative and once more for its
+second, and freed before the next block's. Activation checkpointing does not do this: its backward
+pass, when it is itself differentiated, holds the graph of all that was recomputed.
+
+Both derivatives are torch's own inside a block, chained by autograd across blocks, so the products
+are exact for any model: blocks may take and return tuples and dictionaries, masks, shared and tied
+weights. What a block reads must reach it as an argument, a parameter or a buffer. A tensor that it
+finds elsewhere is a constant to it; a mutable argument, such as a cache, is not the same when the
+block is run again. Both show in the first gradient, which is compared with a plain one when the
+operator is made (:func:`curvlab.operators.verify.require_same_gradient`).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from curvlab.operators.policy import generators
+from curvlab.operators.products.layers import Rewritten
+from curvlab.probe import OperatorError
+
+REMEDY = (
+    "Blocks are computed again when they are differentiated: they may read only their arguments, "
+    "parameters and buffers, and may not change an argument, such as a cache of keys and values. "
+    "For a Hugging Face model set model.config.use_cache = False; otherwise pass engine="
+    '"rebuilt" with chunk=1, or a larger budget='
+)
+Context = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The elements of the outermost lists of layers that have parameters, in order.
+
+    A list is an ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` with two such elements
+    or more; a longer chain inside a block stays part of the block.
+    """
+    found: list[nn.Module] = []
+
+    def descend(module: nn.Module) -> None:
+        children = [child for child in module.children() if _owns(child)]
+        listed = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+        if listed and len(children) > 1:
+            found.extend(child for child in children if child not in found)
+            return
+        for child in children:
+            descend(child)
+
+    descend(model)
+    return found
+
+
+def _owns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+@contextlib.contextmanager
+def recomputing(blocks: Sequence[nn.Module], again: Context, second: bool) -> Iterator[None]:
+    """Within the context a call of one of ``blocks`` keeps its inputs and nothing of its inside.
+
+    Args:
+        blocks: None of them inside another.
+        again: Makes the context in which the given block is run again: modes, attention with second
+            derivatives, arithmetic.
+        second: Whether second derivatives are wanted in full, as for a Hessian. If not, the first
+            derivatives can be differentiated with respect to their seed only, as for ``J v``.
+    """
+    for block in blocks:
+        # An attribute, which hides the method of the class; hooks run around it as always.
+        block.__dict__["forward"] = _Recomputed(block, block.forward, again, second)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            replaced = block.__dict__.pop("forward").original
+            if getattr(replaced, "__func__", None) is not type(block).forward:
+                block.__dict__["forward"] = replaced  # the user's own, patched in before
+
+
+@dataclass(frozen=True, slots=True)
+class _Recomputed:
+    """Stands for the ``forward`` of a block."""
+
+    block: nn.Module
+    original: Callable[..., Any]
+    again: Context
+    second: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        named = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers())}
+        leaves, spec = tree_flatten((args, kwargs))
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [*named.values(), *(leaves[i] for i in where)]
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+            return self.original(*args, **kwargs)
+        states = [generator.get_state() for generator in generators(tensors[0].device)]
+        call = _Call(self, list(named), leaves, spec, where, states)
+        results = _Block.apply(call, *tensors)  # type: ignore[no-untyped-call]
+        return call.structured(results)
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a block: how to run it again on other tensors, and how its results lie."""
+
+    of: _Recomputed
+    names: list[str]
+    leaves: list[Any]
+    spec: TreeSpec
+    where: list[int]
+    states: list[Tensor] = field(default_factory=list)  # of the generators, before the block ran
+    results: list[Any] = field(default_factory=list)  # with None where a tensor belongs
+    results_spec: TreeSpec | None = None
+
+    def __post_init__(self) -> None:
+        self.leaves = list(self.leaves)
+        for i in self.where:
+            self.leaves[i] = None  # held by autograd, which frees them
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the block returns for these parameters, buffers and arguments."""
+        count = len(self.names)
+        state = {
+            f"block.{name}": tensor
+            for name, tensor in zip(self.names, tensors[:count], strict=True)
+        }
+        leaves = list(self.leaves)
+        for i, tensor in zip(self.where, tensors[count:], strict=True):
+            leaves[i] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        inside = _Inside(self.of.block, self.of.original)
+        result = functional_call(inside, state, args, kwargs)
+        flat, self.results_spec = tree_flatten(result)
+        self.results = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        return [leaf for leaf in flat if isinstance(leaf, Tensor)]
+
+    def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """:meth:`run` later, in a backward pass, as it was the first time; with a graph."""
+        with self.of.again(self.of.block), torch.enable_grad(), Rewritten(second=self.of.second):
+            for generator, state in zip(generators(tensors[0].device), self.states, strict=True):
+                generator.set_state(state)  # the context puts back the caller's
+            try:
+                return self.run(tensors)
+            except (TypeError, AttributeError, IndexError, KeyError, RuntimeError) as error:
+                raise OperatorError(
+                    f"a block ({type(self.of.block).__name__}) could not be run again: {error}. "
+                    f"{REMEDY}"
+                ) from error
+
+    def structured(self, tensors: Sequence[Tensor]) -> Any:
+        if self.results_spec is None:
+            raise RuntimeError("a block's results are asked for before it has run")
+        given = iter(tensors)
+        flat = [next(given) if leaf is None else leaf for leaf in self.results]
+        return tree_unflatten(flat, self.results_spec)
+
+
+class _Inside(nn.Module):
+    """Gives ``functional_call`` a module whose forward is the block's own, without its hooks."""
+
+    def __init__(self, block: nn.Module, original: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block = block
+        self.original = original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs)
+
+
+class _Block(torch.autograd.Function):
+    """The outputs of a block; its derivative is :class:`_Gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+        with torch.no_grad():
+            results = call.run(tensors)
+        held = {tensor.untyped_storage()._cdata for tensor in tensors}
+        # An output that shares an input's memory would carry the input's history.
+        results = [r.clone() if r.untyped_storage()._cdata in held else r for r in results]
+        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *seeds: Tensor) -> Any:
+        tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        if not ctx.call.of.second:
+            tensors = [tensor.detach() for tensor in tensors]
+        gradients = _Gradient.apply(ctx.call, wanted, len(tensors), *tensors, *seeds)  # type: ignore[no-untyped-call]
+        given = iter(gradients)
+        return None, *(next(given) if need else None for need in wanted)
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of a block's ``wanted`` inputs for seeds at its outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, wanted: Sequence[bool], count: int, *given: Tensor) -> Any:
+        ctx.call, ctx.wanted, ctx.count = call, wanted, count
+        ctx.save_for_backward(*given)
+        leaves, _, gradients = _first(call, wanted, given[:count], given[count:], create=False)
+        return tuple(
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves, gradients, strict=True)
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *along: Tensor) -> Any:
+        given, count = ctx.saved_tensors, ctx.count
+        tensors, seeds = given[:count], given[count:]
+        leaves, seeds, gradients = _first(ctx.call, ctx.wanted, tensors, seeds, create=True)
+        roots = [
+            (gradient, direction)
+            for gradient, direction in zip(gradients, along, strict=True)
+            if gradient is not None and gradient.requires_grad
+        ]
+        need = ctx.needs_input_grad[3:]
+        leaf = iter(leaves)
+        sources = [next(leaf) if chosen else None for chosen in ctx.wanted] + list(seeds)
+        asked = [
+            source
+            for source, needed in zip(sources, need, strict=True)
+            if needed and source is not None and source.requires_grad
+        ]
+        images = iter(
+            torch.autograd.grad(
+                [gradient for gradient, _ in roots],
+                asked,
+                [direction for _, direction in roots],
+                allow_unused=True,
+            )
+            if roots and asked
+            else [None] * len(asked)
+        )
+        chosen = {id(source) for source in asked}
+        result = [
+            next(images) if source is not None and id(source) in chosen else None
+            for source in sources
+        ]
+        return None, None, None, *result
+
+
+def _first(
+    call: _Call,
+    wanted: Sequence[bool],
+    tensors: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    *,
+    create: bool,
+) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor | None]]:
+    """Run the block again and take its first derivative: leaves, seeds as leaves, gradients."""
+    fresh = [
+        tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, wanted, strict=True)
+    ]
+    outputs = call.again(fresh)
+    leaves = [tensor for tensor, need in zip(fresh, wanted, strict=True) if need]
+    with torch.enable_grad():
+        seeds = [s.detach().requires_grad_(create and s.is_floating_point()) for s in seeds]
+        pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
+        gradients = torch.autograd.grad(
+            [output for output, _ in pairs],
+            leaves,
+            [seed for _, seed in pairs],
+            create_graph=create,
+            allow_unused=True,
+        )
+    return leaves, seeds, gradients

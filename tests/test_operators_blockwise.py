@@ -1,0 +1,279 @@
+"""Products with blocks computed again: exact for any model, with the memory of one block."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+
+import curvlab
+from curvlab.nets import slim_resnet18, vit_cifar
+from curvlab.operators.products.blocks import find_blocks
+from curvlab.operators.products.memory import LiveBytes
+from curvlab.probe import OperatorError
+
+WORDS, WIDTH = 13, 8
+
+
+class Layer(nn.Module):
+    """Takes a mask by name and returns a tuple with a dictionary in it, as foreign layers do."""
+
+    def __init__(self, width: int, heads: int = 2) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.inputs, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.2)
+        self.heads = heads
+
+    def forward(self, words: Tensor, *, mask: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        n, length, width = words.shape
+        split = self.inputs(self.norm1(words)).view(n, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        words = words + self.output(mixed.transpose(1, 2).reshape(n, length, width))
+        words = words + self.dropout(self.narrow(gelu(self.widen(self.norm2(words)))))
+        return words, {"mean": words.mean(-1), "name": "layer"}
+
+
+class Language(nn.Module):
+    """A decoder with tied ends, one layer used twice and something from inside every layer."""
+
+    def __init__(self, depth: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.head = nn.Linear(width, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        words, means = self.embed(tokens), 0.0
+        for layer in [*self.layers, self.layers[0]]:
+            words, more = layer(words, mask=mask)
+            means = means + more["mean"]
+        logits: Tensor = self.head(words) + torch.as_tensor(means)[..., None] ** 2
+        return logits.transpose(1, 2)
+
+
+def language(seed: int = 0, **options: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(seed)
+    return Language(**options).eval(), (
+        torch.randint(WORDS, (5, 7)),
+        torch.randint(WORDS, (5, 7)),
+    )
+
+
+def convolutional(norm: str = "batch") -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    model = slim_resnet18(classes=3, nf=4, norm=norm, seed=1)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(6, 3, 8, 8, generator=generator)
+    with torch.no_grad():
+        model.train()(images)
+    return model.eval(), (images, torch.arange(6) % 3)
+
+
+def vision() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    model = vit_cifar(classes=2, hidden=12, depth=2, heads=3, side=8, patch=4, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    return model, (torch.randn(4, 3, 8, 8, generator=generator), torch.arange(4) % 2)
+
+
+def sequential() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 3))
+    return model, (torch.randn(9, 4), torch.arange(9) % 3)
+
+
+MODELS = {
+    "language": language,
+    "batch norm": convolutional,
+    "group norm": lambda: convolutional("group"),
+    "vision": vision,
+    "sequential": sequential,
+}
+KINDS = (curvlab.Hessian, curvlab.GaussNewton, curvlab.FunctionalHessian, curvlab.EmpiricalFisher)
+
+
+def products(kind: Any, model: nn.Module, batch: Any, **options: Any) -> Tensor:
+    operator = kind(model, cross_entropy, batch, dtype=torch.float64, **options)
+    generator = torch.Generator().manual_seed(6)
+    block = torch.randn(3, operator.n, generator=generator, dtype=torch.float64)
+    result: Tensor = operator @ block
+    return result
+
+
+def off(result: Tensor, truth: Tensor) -> float:
+    return float((result - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", MODELS)
+def test_products_in_blocks_are_those_of_the_whole_graph(name: str, kind: Any) -> None:
+    model, batch = MODELS[name]()
+    assert len(find_blocks(model)) >= 2
+    truth = products(kind, model, batch, engine="rebuilt")
+    for chunk in (None, 2):
+        assert off(products(kind, model, batch, engine="blockwise", chunk=chunk), truth) < 1e-12
+
+
+def test_graphs_that_are_not_kept_give_the_same_products() -> None:
+    model, batch = language()
+    truth = products(curvlab.Hessian, model, batch)
+    operator = curvlab.Hessian(
+        model, cross_entropy, batch, dtype=torch.float64, engine="blockwise", chunk=1
+    )
+    operator._keep, operator._kept = 1, {}
+    generator = torch.Generator().manual_seed(6)
+    block = torch.randn(3, operator.n, generator=generator, dtype=torch.float64)
+    assert off(operator @ block, truth) < 1e-12
+
+
+def test_dropout_has_the_same_frozen_masks_when_a_block_runs_again() -> None:
+    model, batch = language()
+    model.train()
+    options = {"mode": "frozen masks"}
+    truth = products(curvlab.Hessian, model, batch, engine="rebuilt", **options)
+    assert (
+        off(products(curvlab.Hessian, model, batch, engine="blockwise", **options), truth) < 1e-12
+    )
+    assert off(truth, products(curvlab.Hessian, model, batch, mode="eval")) > 1e-3
+
+
+def test_the_gradient_and_selected_parameters_are_exact_too() -> None:
+    model, batch = language()
+    for select in (None, "layers.1.*", "embed*"):
+        options = {"dtype": torch.float64, "select": select}
+        plain = curvlab.Hessian(model, cross_entropy, batch, engine="rebuilt", **options)
+        blocks = curvlab.Hessian(model, cross_entropy, batch, engine="blockwise", **options)
+        assert off(blocks.gradient(), plain.gradient()) < 1e-13
+        vector = torch.randn(plain.n, dtype=torch.float64)
+        assert off(blocks @ vector, plain @ vector) < 1e-12
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, batch = language()
+    patched = model.layers[1].forward  # type: ignore[union-attr,index]
+    model.layers[1].forward = lambda *a, **k: patched(*a, **k)  # type: ignore[union-attr,index]
+    before = [dict(module.__dict__) for module in model.modules()]
+    truth = products(curvlab.Hessian, model, batch, engine="rebuilt")
+    assert off(products(curvlab.Hessian, model, batch, engine="blockwise"), truth) < 1e-12
+    after = [dict(module.__dict__) for module in model.modules()]
+    assert [set(one) for one in before] == [set(one) for one in after]
+    assert all(
+        one["forward"] is other["forward"]
+        for one, other in zip(before, after, strict=True)
+        if "forward" in one
+    )
+
+
+class Reads(nn.Module):
+    """A block that reads a tensor it was not given."""
+
+    def __init__(self, seen: list[Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen = seen
+
+    def forward(self, values: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.linear(values)) * self.seen[0]
+        return result
+
+
+class Hidden(nn.Module):
+    def __init__(self, forgets: bool) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.forgets = forgets
+        self.blocks = nn.ModuleList([Reads(self.seen), Reads(self.seen)])
+        self.scale = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.seen[:] = [self.scale * 2.0]
+        for block in self.blocks:
+            values = block(values)
+        if self.forgets:
+            self.seen.clear()
+        result: Tensor = self.head(values)
+        return result
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_block_that_reads_a_tensor_behind_its_arguments_is_refused(forgets: bool) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(6, 4), torch.arange(6) % 3
+    with pytest.raises(OperatorError, match="only their arguments, parameters and buffers"):
+        curvlab.Hessian(Hidden(forgets), cross_entropy, batch, engine="blockwise")
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Remembers(), Remembers()])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values, Cache())
+        result: Tensor = self.head(values)
+        return result
+
+
+class Cache:
+    """Keys and values of earlier words, as decoders keep them."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, values: Tensor, cache: Cache) -> Tensor:
+        cache.seen.append(torch.tanh(self.linear(values)))
+        return torch.stack(cache.seen).prod(0)
+
+
+def test_a_block_that_fills_a_cache_is_refused_with_the_cure() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(6, 4), torch.arange(6) % 3
+    with pytest.raises(OperatorError, match="use_cache = False"):
+        curvlab.Hessian(Cached(), cross_entropy, batch, engine="blockwise")
+
+
+def peak(operator: Any) -> int:
+    vector = torch.ones(operator.n, dtype=operator.dtype)
+    operator._kept.clear()
+    with LiveBytes() as held:
+        operator @ vector
+    return held.peak
+
+
+def test_memory_is_that_of_one_block() -> None:
+    # Activations outweigh parameters here; each layer more adds its boundary, not its inside.
+    def at(depth: int, engine: str) -> int:
+        model, _ = language(depth=depth, width=16)
+        batch = torch.randint(WORDS, (16, 48)), torch.randint(WORDS, (16, 48))
+        return peak(curvlab.Hessian(model, cross_entropy, batch, engine=engine, chunk=16))
+
+    growth = {engine: at(9, engine) - at(3, engine) for engine in ("retained", "blockwise")}
+    assert growth["blockwise"] < growth["retained"] / 8
+    assert at(9, "blockwise") < at(9, "retained") / 4
+
+
+def test_a_budget_that_no_graph_of_one_sample_fits_takes_blocks() -> None:
+    model, _ = language(depth=12, width=16)
+    torch.manual_seed(7)
+    batch = torch.randint(WORDS, (2, 200)), torch.randint(WORDS, (2, 200))
+    plain = curvlab.Hessian(model, cross_entropy, batch, chunk=1)
+    fixed = 36 * plain.n + sum(t.nbytes for t in batch)
+    budget = (fixed + plain.cost.peak(1) / 3) / 0.9
+    small = curvlab.Hessian(model, cross_entropy, batch, budget=budget)
+    assert small.engine.startswith("blockwise")
+    vector = torch.randn(plain.n)
+    assert off(small @ vector, plain @ vector) < 1e-5
+    assert peak(small) < budget
