@@ -1,7 +1,8 @@
 """What a solver accepts as an operator, brought to one form.
 
 A curvlab operator (or anything with ``n``, ``dtype``, ``device`` and ``@``) is used as it is. A
-square tensor or array, a pair ``(matvec, n)`` and a SciPy ``LinearOperator`` are wrapped.
+square tensor (dense or sparse) or array, a pair ``(matvec, n)`` and a SciPy ``LinearOperator`` are
+wrapped.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlab.operators import Dense, FromFunction, from_scipy
+from curvlab.operators import Dense, FromFunction, Sparse, from_scipy
 from curvlab.probe import LinearOperator
 
 Source = LinearOperator | Tensor | tuple[Callable[[Tensor], Tensor], int] | Any
@@ -27,7 +28,8 @@ def as_operator(
     """``source`` as a :class:`~curvlab.probe.LinearOperator`.
 
     Args:
-        source: A curvlab operator, a symmetric tensor or array ``(n, n)``, ``(matvec, n)`` with
+        source: A curvlab operator, a symmetric tensor, sparse tensor or array ``(n, n)``,
+            ``(matvec, n)`` with
             ``matvec`` of tensors ``(n,)``, or a SciPy ``LinearOperator`` or sparse matrix.
         dtype: Of the vectors given to ``matvec``; only for ``(matvec, n)`` (default float32).
         device: Of those vectors; only for ``(matvec, n)`` (default the CPU).
@@ -39,7 +41,7 @@ def as_operator(
     if isinstance(source, np.ndarray):
         source = torch.from_numpy(source)
     if isinstance(source, Tensor):
-        return Dense(source)
+        return Dense(source) if source.layout == torch.strided else Sparse(source)
     if hasattr(source, "shape") and not hasattr(source, "n"):
         kind = str(getattr(source, "dtype", None))
         if kind not in ("float32", "float64"):

@@ -9,6 +9,8 @@ from curvlab.operators.gauss_newton import GaussNewton
 from curvlab.operators.hessian import FunctionalHessian, Hessian
 from curvlab.operators.objective import Objective
 from curvlab.operators.operator import Operator
+from curvlab.operators.preconditioned import Preconditioned, adaptive_preconditioner
+from curvlab.operators.sparse import Sparse
 from curvlab.operators.subspace import Projected, Restricted
 from curvlab.operators.sums import WeightedSum, average
 
@@ -24,9 +26,12 @@ __all__ = [
     "Hessian",
     "Objective",
     "Operator",
+    "Preconditioned",
     "Projected",
     "Restricted",
+    "Sparse",
     "WeightedSum",
+    "adaptive_preconditioner",
     "average",
     "from_scipy",
     "to_scipy",

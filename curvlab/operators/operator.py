@@ -12,6 +12,7 @@ from curvlab.parameters import Layout
 from curvlab.probe import Certificate, LinearOperator, OperatorError, probe
 
 if TYPE_CHECKING:
+    from curvlab.operators.preconditioned import Preconditioned
     from curvlab.operators.subspace import Projected, Restricted
     from curvlab.operators.sums import WeightedSum
 
@@ -90,6 +91,12 @@ class Operator(ABC):
         from curvlab.operators.subspace import Projected
 
         return Projected(self, basis)
+
+    def precondition(self, diagonal: Tensor) -> "Preconditioned":
+        """``P^-1/2 A P^-1/2`` for positive numbers P ``(n,)``: what Adam's steps see."""
+        from curvlab.operators.preconditioned import Preconditioned
+
+        return Preconditioned(self, diagonal)
 
     def to_scipy(self) -> Any:
         """This operator as a ``scipy.sparse.linalg.LinearOperator``."""
