@@ -7,6 +7,7 @@ from curvlab.eigen.estimate import Estimate
 from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.power import power_iteration
 from curvlab.eigen.result import Eigenpairs, NotConvergedError
+from curvlab.eigen.solve import Solution, solve
 from curvlab.eigen.traces import diagonal, trace
 from curvlab.eigen.tracker import SpectrumTracker
 from curvlab.eigen.work import Interrupted
@@ -17,12 +18,14 @@ __all__ = [
     "Estimate",
     "Interrupted",
     "NotConvergedError",
+    "Solution",
     "SpectralEnergy",
     "SpectrumTracker",
     "block_lanczos",
     "diagonal",
     "lanczos",
     "power_iteration",
+    "solve",
     "spectral_density",
     "spectral_energy",
     "trace",

@@ -11,16 +11,19 @@ zero (at most ``floor``) cannot meet a relative tolerance; it counts as converge
 is also at most ``floor``, and ``reason`` says how many such pairs there are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from curvlab.probe import Certificate
 from curvlab.storage import load_tensors, save_tensors
+
+if TYPE_CHECKING:
+    from curvlab.eigen.functions import SpectralFunction
 
 RelativeTo = Literal["value", "norm"]
 _TENSORS = ("values", "vectors", "residuals", "converged")
@@ -137,6 +140,26 @@ class Eigenpairs:
             raise ValueError(f"head(k) needs 0 <= k <= {len(self)}; got {k}")
         kept: dict[str, Any] = {name: getattr(self, name)[:k] for name in _TENSORS}
         return replace(self, **kept)
+
+    def function(
+        self,
+        function: Callable[[Tensor], Tensor],
+        *,
+        damping: float = 0.0,
+        semidefinite: bool = False,
+    ) -> "SpectralFunction":
+        """``f(A + damping)`` as far as these pairs know it: an operator, with error bounds.
+
+        Args:
+            function: Of tensors, element by element: ``torch.reciprocal``, ``torch.sqrt``,
+                ``torch.log``, ...
+            damping: Added to every eigenvalue; outside the pairs the function is taken at it.
+            semidefinite: Whether A has no negative eigenvalues (Gauss-Newton, Fisher): its bounds
+                are tighter then.
+        """
+        from curvlab.eigen.functions import SpectralFunction
+
+        return SpectralFunction(self, function, damping, semidefinite)
 
     def table(self, most: int = 40) -> str:
         """One line per pair: value, residual, tolerance, converged or not."""
