@@ -3,11 +3,15 @@
 from curvlab.basis import Basis
 from curvlab.batches import freeze
 from curvlab.eigen import (
+    Certify,
+    Checkpoint,
     Density,
     Eigenpairs,
     Estimate,
     Interrupted,
     NotConvergedError,
+    Outcome,
+    Room,
     Solution,
     SpectralEnergy,
     SpectrumTracker,
@@ -46,6 +50,8 @@ __all__ = [
     "Basis",
     "BlockDiagonal",
     "Certificate",
+    "Certify",
+    "Checkpoint",
     "Dense",
     "Density",
     "Eigenpairs",
@@ -61,6 +67,8 @@ __all__ = [
     "NotConvergedError",
     "Objective",
     "OperatorError",
+    "Outcome",
+    "Room",
     "Run",
     "Schedule",
     "Solution",

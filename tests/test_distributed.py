@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from curvlab.basis import Basis
 from curvlab.distributed import DataParallel, Sharded, ShardedBasis, Shards, launch, shard_width
-from curvlab.eigen import block_lanczos, lanczos, spectral_energy
+from curvlab.eigen import Certify, Room, block_lanczos, lanczos, spectral_energy
 from curvlab.operators import Dense, EmpiricalFisher, GaussNewton, Hessian
 
 pytestmark = pytest.mark.distributed
@@ -182,8 +182,8 @@ def solvers(group):
         whole = lanczos((lambda v, a=matrix: a @ v, 300), 6, tol=1e-5, dtype=dtype, dense=False)
         ours = {
             "lanczos": lanczos(sharded, 6, tol=1e-5),
-            "restarted": lanczos(sharded, 6, tol=1e-5, basis=12),
-            "explicit": lanczos(sharded, 6, tol=1e-5, verify="explicit"),
+            "restarted": lanczos(sharded, 6, tol=1e-5, room=Room(rows=44)),
+            "explicit": lanczos(sharded, 6, tol=1e-5, certify=Certify(explicit=True)),
             "block": block_lanczos(sharded, 6, tol=1e-5),
             "warm": lanczos(sharded, 6, tol=1e-5, v0=space.take(whole.vectors)),
         }

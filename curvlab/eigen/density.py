@@ -225,7 +225,7 @@ def spectral_density(
     """
     products = Products(as_operator(operator), None)
     check_positive(probes=probes, steps=steps)
-    products.probe(None, seed)
+    products.probe(seed)
     steps = min(steps, products.n)
     asked = {"probes": probes, "steps": steps, "seed": seed}
     work = Work("density", products, asked, checkpoint, progress)

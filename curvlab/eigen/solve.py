@@ -97,7 +97,7 @@ def solve(
     products = Products(as_operator(operator), None)
     check_positive(max_products=max_products)
     _check(products, b, damping, tol)
-    products.probe(None, seed)
+    products.probe(seed)
     digest = products.space.digest
     asked = {
         "damping": damping,
