@@ -19,8 +19,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import Row, peak_memory, row, write_rows
-from curvlab.distributed import DataParallel, Group, Sharded, ShardedBasis, launch
-from curvlab.eigen import Room, lanczos
+from curvlab.basis import Basis
+from curvlab.distributed import DataParallel, Group, Sharded, Shards, launch
+from curvlab.eigen import lanczos
 from curvlab.nets import mlp
 from curvlab.operators import FromFunction, Hessian
 from curvlab.tasks import rotated_mnist
@@ -77,7 +78,7 @@ def measure(group: Group, samples: int, size: int, repeat: int) -> dict[str, Any
     space = sharded.vector_space
     vector = torch.randn(parallel.n, generator=torch.Generator().manual_seed(0))
     shard = space.take(vector)
-    memory = ShardedBasis(parallel.n, size)
+    memory = Basis(Shards(parallel.n), size)
     vectors = torch.randn(size, parallel.n, generator=torch.Generator().manual_seed(1))
     memory.extend(space.take(vectors))
     parameters = [p.detach().clone() for p in model.parameters()]
@@ -115,8 +116,8 @@ def _peak(group: Group) -> int:
     operator = Sharded(FromFunction(lambda vector: spectrum * vector, 1 << 20), group)
 
     def find() -> None:
-        memory = ShardedBasis(operator.n, 32)
-        pairs = lanczos(operator, 8, tol=1e-2, room=Room(rows=66), certify=False)
+        memory = Basis(Shards(operator.n), 32)
+        pairs = lanczos(operator, 8, tol=1e-2, basis=64, multiplicity="skip")
         memory.extend(pairs.vectors)
 
     find()  # libraries take their buffers

@@ -17,8 +17,8 @@ from curvlab_kernels import ops, reference
 from curvlab_kernels.formats import padded
 from torch import Tensor
 
-from curvlab.basis import Basis, MappedFile, PinnedHost, Segment, Tier
-from curvlab.basis.sizes import row_bytes
+from curvlab.basis import Basis, MappedFile, PinnedHost, Tier
+from curvlab.rows.sizes import row_bytes
 
 BASELINE = "torch float32, rows (m, P)"
 GROUP = 10  # rows made orthonormal at a time: all of them at once would need several copies
@@ -210,10 +210,9 @@ def stored(given: Problem, dtype: torch.dtype, tier: Tier | None) -> Basis:
         basis.store.write_rows(start, rows)
         if scales is not None:
             basis.store.write_scales(start, scales)
-    segment = Segment("benchmark", 0, given.m)
-    basis.restore(gram, [segment])
+    basis.restore(gram)
     if dtype != torch.float32:
-        basis.restore(_gram(basis), [segment])
+        basis.restore(_gram(basis))
     return basis
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from benchmarks.measure import Quantiles, interleave, per_round_ratio, quantiles
 from benchmarks.networks import SIZES, Network
-from curvlab.basis import Basis, MappedFile, Segment, Tier
-from curvlab.basis.sizes import row_bytes
+from curvlab.basis import Basis, MappedFile, Tier
+from curvlab.rows.sizes import row_bytes
 
 BATCH = 10  # the paper's
 
@@ -94,5 +94,5 @@ def random_basis(n: int, m: int, dtype: torch.dtype, tier: Tier | None) -> Basis
             codes[0, :n] = torch.randn(n, generator=generator) / n**0.5
             basis.store.write_rows(i, codes)
     # Nearly orthonormal (to n^-1/2), which is enough to time: the Gram matrix is taken as I.
-    basis.restore(torch.eye(m, dtype=torch.float64), [Segment("random", 0, m)])
+    basis.restore(torch.eye(m, dtype=torch.float64))
     return basis

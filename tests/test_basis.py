@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from curvlab.basis import Basis, Segment, basis_bytes, largest_basis
+from curvlab.rows import store
 
 # Storage dtype: leak of a projected vector against the stored span (rounding of the arithmetic),
 # and against the span that was asked for (rounding of the storage).
@@ -34,14 +35,18 @@ def span(vectors):
 
 
 @pytest.mark.parametrize("dtype", LEAK, ids=str)
-@pytest.mark.parametrize("slab", [None, 1, 4])
+@pytest.mark.parametrize("slab_bytes", [store.SLAB_BYTES, 1])
 @pytest.mark.parametrize("n", [37, 5003])
-def test_projected_vectors_have_nothing_left_in_the_span(dtype, slab, n, generator):
-    basis = Basis(n, 30, dtype=dtype, slab=slab)
+def test_projected_vectors_have_nothing_left_in_the_span(
+    dtype, slab_bytes, n, generator, monkeypatch
+):
+    monkeypatch.setattr(store, "SLAB_BYTES", slab_bytes)
+    basis = Basis(n, 30, dtype=dtype)
     vectors = draw(generator, 11, n, dtype=working(dtype))
     assert basis.extend(vectors[:5]).all()
     assert basis.extend(vectors[5:]).all()
     assert len(basis) == basis.size == 11
+    assert (basis.whole is None) == (slab_bytes == 1)  # two slabs, as it was extended twice
     gradient = draw(generator, n, dtype=working(dtype)) + 0.3 * vectors.sum(0)
     exact = span(vectors)
     stored = span(basis.rows())
@@ -219,11 +224,15 @@ def test_a_models_gradients_are_projected_where_they_are(generator):
     assert [parameter.grad.data_ptr() for parameter in parameters[:-1]] == owners
 
 
-@pytest.mark.parametrize("slab", [None, 2])
+@pytest.mark.parametrize("slab_bytes", [store.SLAB_BYTES, 1])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_an_sgd_step_leaves_the_protected_coordinates_alone(slab, momentum, generator):
-    basis = Basis(230, 6, slab=slab)
-    basis.extend(draw(generator, 5, 230))
+def test_an_sgd_step_leaves_the_protected_coordinates_alone(
+    slab_bytes, momentum, generator, monkeypatch
+):
+    monkeypatch.setattr(store, "SLAB_BYTES", slab_bytes)
+    basis = Basis(230, 6)
+    basis.extend(draw(generator, 3, 230))
+    basis.extend(draw(generator, 2, 230))
     parameters = [draw(generator, 20, 10).requires_grad_(), draw(generator, 30).requires_grad_()]
     momenta = [torch.zeros(20, 10), torch.zeros(30)] if momentum else []
 
@@ -289,11 +298,9 @@ def test_a_merge_that_does_not_fit_changes_nothing(generator):
 
 
 def test_a_basis_that_cannot_be_is_refused():
-    for arguments in ({"n": 0, "capacity": 1}, {"n": 5, "capacity": -1}):
+    for n, capacity in ((0, 1), (5, -1)):
         with pytest.raises(ValueError, match="a basis needs"):
-            Basis(**arguments)
-    with pytest.raises(ValueError, match="slab"):
-        Basis(5, 5, slab=0)
+            Basis(n, capacity)
     with pytest.raises(TypeError, match="not stored as"):
         Basis(5, 5, dtype=torch.int32)
 

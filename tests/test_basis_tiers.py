@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from curvlab.basis import Basis, DeviceMemory, MappedFile, PinnedHost, tiers
+from curvlab.basis import Basis, DeviceMemory, MappedFile, PinnedHost
+from curvlab.rows import store, tiers
 from curvlab.storage import StorageError
 
 
@@ -19,8 +20,8 @@ def tier(request, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
-@pytest.mark.parametrize("slab", [None, 3])
-def test_every_tier_gives_the_same_numbers(tier, dtype, slab, generator, monkeypatch):
+@pytest.mark.parametrize("slab_bytes", [store.SLAB_BYTES, 1])
+def test_every_tier_gives_the_same_numbers(tier, dtype, slab_bytes, generator, monkeypatch):
     n = 1500
     vectors = torch.randn(10, n, generator=generator)
     gradient = torch.randn(n, generator=generator) + vectors.sum(0)
@@ -31,7 +32,8 @@ def test_every_tier_gives_the_same_numbers(tier, dtype, slab, generator, monkeyp
     plain.project_out_(expected)
     # Two rows at a time where rows are not resident: pieces really occur.
     monkeypatch.setattr(tiers, "PIECE_BYTES", 2 * n * dtype.itemsize + 100)
-    basis = Basis(n, 12, dtype=dtype, tier=tier, slab=slab)
+    monkeypatch.setattr(store, "SLAB_BYTES", slab_bytes)
+    basis = Basis(n, 12, dtype=dtype, tier=tier)
     for start in range(0, 10, 5):
         basis.extend(vectors[start : start + 5])
     pieces = list(basis.store.pieces())
@@ -61,7 +63,7 @@ def test_orthonormal_pieces_are_fetched_once_per_projection(tmp_path, generator,
             fetched.append(piece[0])
             yield piece
 
-    monkeypatch.setattr("curvlab.basis.store.pieces", counting)
+    monkeypatch.setattr("curvlab.rows.store.pieces", counting)
     monkeypatch.setattr(tiers, "PIECE_BYTES", 1000 * 4)
     basis = Basis(1000, 4, tier=MappedFile(tmp_path))
     basis.extend(torch.randn(4, 1000, generator=generator))
@@ -70,7 +72,8 @@ def test_orthonormal_pieces_are_fetched_once_per_projection(tmp_path, generator,
     assert fetched == [0, 1, 2, 3]
 
 
-def test_slabs_are_allocated_when_they_are_needed(generator):
+def test_memory_is_allocated_when_it_is_needed(generator, monkeypatch):
+    monkeypatch.setattr(store, "SLAB_BYTES", 3 * 64 * 4)  # rows of 50 are padded to 64
     allocated = []
 
     class Counting(DeviceMemory):
@@ -78,14 +81,14 @@ def test_slabs_are_allocated_when_they_are_needed(generator):
             allocated.append(count)
             return super().allocate(count, *rest)
 
-    basis = Basis(50, 8, tier=Counting(), slab=3)
+    basis = Basis(50, 8, tier=Counting())
     assert allocated == []
     basis.extend(torch.randn(2, 50, generator=generator))
     assert allocated == [3]
     basis.extend(torch.randn(5, 50, generator=generator))
-    assert allocated == [3, 3, 2]
-    Basis(50, 8, tier=Counting())
-    assert allocated == [3, 3, 2, 8]
+    assert allocated == [3, 4]
+    basis.extend(torch.randn(1, 50, generator=generator))
+    assert allocated == [3, 4, 1]  # no more than the capacity
 
 
 def test_scratch_files_are_gone_with_the_basis(tmp_path, generator):
@@ -100,8 +103,10 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
+    basis = Basis(1000, 4, tier=MappedFile(tmp_path))
     with pytest.raises(StorageError, match="no room for"):
-        Basis(1000, 4, tier=MappedFile(tmp_path))
+        basis.extend(torch.eye(4, 1000))
+    assert basis.size == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,8 +136,8 @@ def data_bytes():
 limit = data_bytes() + 180_000_000
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 try:
-    Basis(n, rows)
-except RuntimeError:
+    Basis(n, rows).reserve(rows)
+except MemoryError:
     print("too large for the memory")
 basis = Basis(n, rows, tier=MappedFile(folder))
 for _ in range(rows // 8):

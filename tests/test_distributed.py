@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from curvlab.basis import Basis
-from curvlab.distributed import DataParallel, Sharded, ShardedBasis, Shards, launch, shard_width
-from curvlab.eigen import Certify, Room, block_lanczos, lanczos, spectral_energy
+from curvlab.distributed import DataParallel, Sharded, Shards, launch, shard_width
+from curvlab.eigen import block_lanczos, lanczos, spectral_energy
 from curvlab.operators import Dense, EmpiricalFisher, GaussNewton, Hessian
 
 pytestmark = pytest.mark.distributed
@@ -182,8 +182,8 @@ def solvers(group):
         whole = lanczos((lambda v, a=matrix: a @ v, 300), 6, tol=1e-5, dtype=dtype, dense=False)
         ours = {
             "lanczos": lanczos(sharded, 6, tol=1e-5),
-            "restarted": lanczos(sharded, 6, tol=1e-5, room=Room(rows=44)),
-            "explicit": lanczos(sharded, 6, tol=1e-5, certify=Certify(explicit=True)),
+            "restarted": lanczos(sharded, 6, tol=1e-5, basis=12),
+            "explicit": lanczos(sharded, 6, tol=1e-5, verify="explicit"),
             "block": block_lanczos(sharded, 6, tol=1e-5),
             "warm": lanczos(sharded, 6, tol=1e-5, v0=space.take(whole.vectors)),
         }
@@ -199,7 +199,7 @@ def solvers(group):
                 "orthogonality": pairs.orthogonality,
                 "products": (pairs.matvecs, whole.matvecs),
             }
-        memory = ShardedBasis(300, 6, dtype=dtype, group=group)
+        memory = Basis(Shards(300, group), 6, dtype=dtype)
         memory.extend(ours["lanczos"].vectors[:3])
         found_rows = ours["lanczos"].vectors[:3].contiguous()
         for name, deflate in (("basis", memory), ("rows", found_rows)):
@@ -223,8 +223,8 @@ def bases(group):
         def draw(*size, generator=generator, working=working):
             return torch.randn(*size, generator=generator, dtype=working)
 
-        whole, ours = Basis(n, 12, dtype=dtype), ShardedBasis(n, 12, dtype=dtype, group=group)
-        space = ours.shards
+        space = Shards(n, group)
+        whole, ours = Basis(n, 12, dtype=dtype), Basis(space, 12, dtype=dtype)
         vectors = draw(8, n)
         vectors[5] = vectors[1] + vectors[2]  # dependent
         for part in (vectors[:4], vectors[4:]):
@@ -259,8 +259,7 @@ def bases(group):
             "certified": ours.orthogonality(recompute=True).passed,
             "bits": bits(torch.cat([t.flatten() for t in twice])),
             "segments": [s.task for s in ours.segments],
-            "share": sum(s.rows.nbytes for s in ours.store._slabs)
-            / sum(s.rows.nbytes for s in whole.store._slabs),
+            "share": ours.whole[0].nbytes / whole.whole[0].nbytes,
         }
     return found
 

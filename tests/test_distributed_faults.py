@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, nll_loss
 
+from curvlab.basis import Basis
 from curvlab.distributed import (
     DataParallel,
     Group,
     RankError,
     Sharded,
-    ShardedBasis,
     Shards,
     join,
     launch,
@@ -114,14 +114,14 @@ def disagreements(group):
     tried("no gradient", sound.gradient)
     said["still works"] = (sound @ torch.ones(5)).tolist()
 
-    basis = ShardedBasis(300, 4)
-    basis.extend(basis.shards.take(torch.eye(300)[:2]))
-    shard = torch.zeros(basis.n)
+    basis = Basis(Shards(300), 4)
+    basis.extend(basis.space.take(torch.eye(300)[:2]))
+    shard = torch.zeros(basis.width)
     if last:
         shard[0] = float("nan")
     tried("nan gradient", lambda: basis.sgd_step_([torch.zeros(300)], [shard], [], 0.1))
     tried("no momenta", lambda: basis.sgd_step_([torch.zeros(300)], [shard], [], 0.1, 0.0, 0.9))
-    tried("whole vectors", lambda: basis.extend(torch.ones(1, basis.n)) if last else None)
+    tried("whole vectors", lambda: basis.extend(torch.ones(1, basis.width)) if last else None)
     tried("list", lambda: basis.project_out_([torch.zeros(7)]))
 
     sharded = Sharded(Dense(torch.diag(torch.arange(300.0))))
@@ -178,7 +178,7 @@ SAYS = {
     "no gradient": "the parts are not made from a model, a loss and data",
     "nan gradient": "vectors of ranks [1] hold NaN",
     "no momenta": "momentum=0.9 needs momenta",
-    "list": "the tensors have 7 elements together; 300 were expected",
+    "list": "gradients have 7 elements together; the basis holds vectors of 300",
     "not a shard": "this takes shards of shape (192,)",
     "dense": "dense=True needs whole vectors",
     "take": "whole vectors have 300 elements",

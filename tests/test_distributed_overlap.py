@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from curvlab.distributed import DataParallel, RankError, Sharded, ShardedBasis, Shards, launch
+from curvlab.basis import Basis
+from curvlab.distributed import DataParallel, RankError, Sharded, Shards, launch
 from curvlab.operators import FromFunction, GaussNewton, Hessian
 from curvlab.plan.formulae import communication
 
@@ -102,7 +103,7 @@ def counted(group):
     operator = DataParallel(FromFunction(lambda v: spectrum * v, n), samples=1 + group.rank)
     sharded, space = Sharded(operator), Shards(n, group)
     rows = space.take(torch.linalg.qr(torch.randn(n, m)).Q.T.contiguous())
-    memory = ShardedBasis(n, m, group=group)
+    memory = Basis(Shards(n, group), m)
     memory.extend(space.take(torch.eye(n)[:m]))
     calls = {
         "product": lambda: sharded @ space.take(torch.ones(n)),

@@ -1,10 +1,16 @@
-"""The memory M: orthonormal rows that gradients are projected off, and where they are kept."""
+"""The memory M: orthonormal rows that gradients are projected off, and what they protect."""
 
-from curvlab.basis.certificate import Orthogonality
-from curvlab.basis.memory import Basis
+from curvlab.basis.basis import Basis
 from curvlab.basis.segments import Segment
-from curvlab.basis.sizes import basis_bytes, largest_basis
-from curvlab.basis.tiers import DeviceMemory, MappedFile, PinnedHost, Tier
+from curvlab.rows import (
+    DeviceMemory,
+    MappedFile,
+    Orthogonality,
+    PinnedHost,
+    Tier,
+    basis_bytes,
+    largest_basis,
+)
 
 __all__ = [
     "Basis",

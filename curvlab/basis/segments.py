@@ -25,7 +25,7 @@ class Segment:
         return self.stop - self.start
 
 
-def truncated(segments: Sequence[Segment], size: int) -> list[Segment]:
+def truncated(segments: Sequence[Segment], size: int) -> tuple[Segment, ...]:
     """The segments of the first ``size`` rows."""
     kept = []
     for segment in segments:
@@ -33,18 +33,18 @@ def truncated(segments: Sequence[Segment], size: int) -> list[Segment]:
         if stop > segment.start:
             values = segment.values[: stop - segment.start]
             kept.append(replace(segment, stop=stop, values=values))
-    return kept
+    return tuple(kept)
 
 
-def joined(segments: Sequence[Segment], new: Segment) -> list[Segment]:
+def joined(segments: Sequence[Segment], new: Segment) -> tuple[Segment, ...]:
     """``segments`` and ``new``, which goes on with the last one if it has the same origin."""
     if segments:
         last = segments[-1]
         same = (last.task, last.step, bool(last.values)) == (new.task, new.step, bool(new.values))
         if same:
             whole = replace(last, stop=new.stop, values=last.values + new.values)
-            return [*segments[:-1], whole]
-    return [*segments, new]
+            return (*segments[:-1], whole)
+    return (*segments, new)
 
 
 def to_json(segments: Sequence[Segment]) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def to_json(segments: Sequence[Segment]) -> list[dict[str, Any]]:
     return [asdict(segment) for segment in segments]
 
 
-def from_json(records: Any, size: int) -> list[Segment]:
+def from_json(records: Any, size: int) -> tuple[Segment, ...]:
     """Segments from a file; raises ``ValueError`` unless they cover ``size`` rows in order."""
     try:
         segments = [
@@ -73,4 +73,4 @@ def from_json(records: Any, size: int) -> list[Segment]:
         raise ValueError(f"its segments do not cover its {size} rows in order")
     if any(segment.values and len(segment.values) != len(segment) for segment in segments):
         raise ValueError("a segment has another number of values than of rows")
-    return segments
+    return tuple(segments)

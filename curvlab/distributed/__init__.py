@@ -4,7 +4,6 @@ Built on ``torch.distributed``: gloo on CPUs, nccl on GPUs, started by torchrun.
 same program; all calls here are collective.
 """
 
-from curvlab.distributed.basis import ShardedBasis
 from curvlab.distributed.differences import DifferenceHessian
 from curvlab.distributed.group import Group, Traffic, current, join
 from curvlab.distributed.launch import launch
@@ -21,7 +20,6 @@ __all__ = [
     "Group",
     "RankError",
     "Sharded",
-    "ShardedBasis",
     "ShardedEigenpairs",
     "Shards",
     "TensorParallelHessian",

@@ -9,14 +9,23 @@ its own shard, in pieces: no rank ever holds all columns.
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from curvlab_kernels.formats import BLOCK, padded
 from torch import Tensor
 
 from curvlab.distributed.group import Group
-from curvlab.storage import Pieces, StorageError, open_pieces, save_pieces, write_atomically
+from curvlab.storage import (
+    Pieces,
+    StorageError,
+    open_pieces,
+    read_manifest,
+    save_pieces,
+    write_atomically,
+)
 
 if TYPE_CHECKING:
     from curvlab.distributed.shards import Shards
@@ -74,62 +83,117 @@ def load(shards: "Shards", path: Path, kind: str) -> tuple[dict[str, Tensor], di
 
 
 def elements(path: str | Path) -> int:
-    """``n`` of what is saved in the folder ``path``."""
-    return int(_current(Path(path))["n"])
+    """``n`` of what is saved in the folder ``path``, or of a file of whole rows."""
+    path = Path(path)
+    if path.is_file():
+        n = read_manifest(path).get("n")
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise StorageError(f"{path} does not say how long its vectors are")
+        return n
+    return int(_current(path)["n"])
 
 
 def _load(shards: "Shards", path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    with _opened(shards, path, kind) as (tensors, facts):
+        found = {name: torch.cat([_empty(t), *t.read()]) for name, t in tensors.items()}
+    return found, facts
+
+
+@contextmanager
+def open_rows(
+    shards: "Shards", path: Path, kind: str
+) -> Iterator[tuple[dict[str, Pieces], dict[str, Any]]]:
+    """This rank's columns of rows, to be read in pieces, and the facts; every rank calls this.
+
+    Args:
+        path: A folder that ``save_rows`` wrote on any number of ranks, or one file of whole rows.
+    """
+    with ExitStack() as stack:
+
+        def enter() -> tuple[dict[str, Pieces], dict[str, Any]]:
+            if path.is_file():
+                opened = _whole(shards, path, kind)
+            else:
+                opened = _opened(shards, path, f"sharded {kind}")
+            return stack.enter_context(opened)
+
+        yield shards.group.together(enter, f"loading {path}")
+
+
+@contextmanager
+def _opened(
+    shards: "Shards", path: Path, kind: str
+) -> Iterator[tuple[dict[str, Pieces], dict[str, Any]]]:
+    """This rank's columns of the folder ``path``, the other tensors whole, and the facts."""
     current = _current(path)
     if current["kind"] != kind:
         raise StorageError(f"{path} holds a {current['kind']}, not a {kind}")
     if current["n"] != shards.n:
         raise StorageError(f"{path} holds vectors of {current['n']} elements, not {shards.n}")
-    folder = path / current["folder"]
-    found: dict[str, Tensor] = {}
-    facts: dict[str, Any] = {}
-    for rank in range(current["ranks"]):
-        first = rank * current["width"]
-        apart = first >= shards.start + shards.width or shards.start >= first + current["width"]
-        if rank and apart:
-            continue  # the first file holds the other tensors too
-        with open_pieces(folder / _name(rank, current["ranks"]), kind) as (tensors, manifest):
-            if rank == 0:
-                facts = manifest["facts"]
-            for name, pieces in tensors.items():
-                if name in manifest["rows"]:
-                    copy_columns(shards, pieces, first, current["width"], found, name)
-                elif rank == 0:
-                    found[name] = torch.cat([_empty(pieces), *pieces.read()])
-    return found, facts
+    folder, width, ranks = path / current["folder"], current["width"], current["ranks"]
+    first, last = shards.start // width, (shards.start + max(shards.held, 1) - 1) // width
+    with ExitStack() as stack:
+
+        def file(rank: int) -> tuple[dict[str, Pieces], dict[str, Any]]:
+            return stack.enter_context(open_pieces(folder / _name(rank, ranks), kind))
+
+        opened = {rank: file(rank) for rank in sorted({0, *range(first, min(last + 1, ranks))})}
+        tensors, manifest = opened[0]  # the first file holds the other tensors too
+        found = {name: t for name, t in tensors.items() if name not in manifest["rows"]}
+        for name in manifest["rows"]:
+            parts = [(rank * width, width, file[name]) for rank, (file, _) in opened.items()]
+            found[name] = columns(shards, parts)
+        yield found, manifest["facts"]
 
 
-def copy_columns(
-    shards: "Shards",
-    pieces: Pieces,
-    first: int,
-    width: int,
-    found: dict[str, Tensor],
-    name: str,
-) -> None:
-    """Add to ``found[name]`` ``(m, width of a shard)`` what a file with other columns has of it.
+@contextmanager
+def _whole(
+    shards: "Shards", path: Path, kind: str
+) -> Iterator[tuple[dict[str, Pieces], dict[str, Any]]]:
+    """This rank's columns of a file of whole rows."""
+    with open_pieces(path, kind) as (tensors, facts):
+        ld = padded(shards.n)
+        widths = {"rows": ld, "scales": -(-ld // BLOCK) * BLOCK}
+        yield (
+            {
+                name: columns(shards, [(0, widths[name], t)]) if name in widths else t
+                for name, t in tensors.items()
+            },
+            facts,
+        )
+
+
+def columns(shards: "Shards", parts: list[tuple[int, int, Pieces]]) -> Pieces:
+    """This rank's columns ``(m, width of a shard)`` of a tensor that files have parts of.
 
     Args:
-        first: Of the file's ``width`` elements, in the whole vector.
+        parts: First element of a file's columns in the whole vector, how many elements they stand
+            for, and the columns. All have the same rows in every piece.
     """
-    unit = width // pieces.shape[1]  # elements per column: 64 for scales
+    _, width, sample = parts[0]
+    unit = max(width // max(sample.shape[1], 1), 1)  # elements per column: 64 for scales
     mine = shards.width // unit
-    if name not in found:
-        found[name] = torch.zeros(pieces.shape[0], mine, dtype=pieces.dtype)
-    low, high = max(first, shards.start), min(first + width, shards.start + shards.held)
-    if low >= high:
-        return
-    source = slice((low - first) // unit, -(-(high - first) // unit))
-    start = (low - shards.start) // unit
-    target = slice(start, start + source.stop - source.start)
-    row = 0
-    for piece in pieces.read():
-        found[name][row : row + piece.shape[0], target] = piece[:, source]
-        row += piece.shape[0]
+
+    def cut(first: int, width: int) -> tuple[slice, slice] | None:
+        low, high = max(first, shards.start), min(first + width, shards.start + shards.held)
+        if low >= high:
+            return None
+        source = slice((low - first) // unit, -(-(high - first) // unit))
+        start = (low - shards.start) // unit
+        return source, slice(start, start + source.stop - source.start)
+
+    def read() -> Iterator[Tensor]:
+        wanted = [(where, t) for first, w, t in parts if (where := cut(first, w)) is not None]
+        if not wanted:
+            yield torch.zeros(sample.shape[0], mine, dtype=sample.dtype)
+            return
+        for pieces in zip(*(t.read() for _, t in wanted), strict=True):
+            found = torch.zeros(len(pieces[0]), mine, dtype=sample.dtype)
+            for piece, ((source, target), _) in zip(pieces, wanted, strict=True):
+                found[:, target] = piece[:, source]
+            yield found
+
+    return Pieces(sample.dtype, (sample.shape[0], mine), read)
 
 
 def _commit(path: Path, kind: str, shards: "Shards", number: int) -> None:

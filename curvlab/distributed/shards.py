@@ -8,6 +8,7 @@ collective sum gives every rank the same bits, so all ranks take the same decisi
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from torch import Tensor
 from curvlab.distributed import files
 from curvlab.distributed.group import Group, current
 from curvlab.distributed.pairs import ShardedEigenpairs
+from curvlab.distributed.watch import RankError
 from curvlab.eigen.result import Eigenpairs
+from curvlab.storage import Pieces
 
 
 def shard_width(n: int, ranks: int) -> int:
@@ -55,6 +58,11 @@ class Shards:
         self.width = shard_width(n, self.group.size)
         self.start = min(self.group.rank * self.width, n)
         self.held = min(self.width, n - self.start)
+
+    @classmethod
+    def saved(cls, path: str | Path, group: Group | None = None) -> "Shards":
+        """How this job divides what is saved in ``path``: a folder of shards, or a file of rows."""
+        return cls(files.elements(path), group)
 
     @property
     def leads(self) -> bool:
@@ -128,8 +136,22 @@ class Shards:
     # Kernels: the same as curvlab_kernels.ops, summed over ranks
 
     def total(self, parts: Tensor) -> Tensor:
-        """Sum float64 ``parts`` over the ranks."""
-        return self.group.sum_(parts.contiguous(), "coefficients")
+        """Sum float64 ``parts`` over the ranks; a rank that gave NaN or infinity is named."""
+        summed = self.group.sum_(parts.clone(memory_format=torch.contiguous_format), "coefficients")
+        if not bool(summed.isfinite().all()):
+            sound = bool(parts.isfinite().all())
+            flags = self.group.facts(sound, "a look for the rank with NaN")
+            wrong = [rank for rank, good in enumerate(flags) if not good]
+            raise RankError(f"vectors of ranks {wrong} hold NaN or infinity; nothing was changed")
+        return summed
+
+    def check(self, vectors: Tensor) -> None:
+        """Raise unless the elements after those that this rank holds are zero."""
+        if bool(vectors[..., self.held :].any()):
+            raise ValueError(
+                f"rank {self.group.rank} holds {self.held} elements of every vector; those after "
+                "them must be zero. Shards.take cuts shards out of whole vectors"
+            )
 
     def coefficients(self, rows: Tensor, vectors: Tensor) -> Tensor:
         """``M g``: ``(m,)`` or ``(b, m)``, float64."""
@@ -243,6 +265,23 @@ class Shards:
     def load(self, path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """This rank's columns of what any number of ranks saved."""
         return files.load(self, path, kind)
+
+    def save_rows(
+        self,
+        path: Path,
+        kind: str,
+        rows: Mapping[str, Pieces],
+        others: Mapping[str, Pieces],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Write shards to the folder ``path``, in pieces; every rank calls this."""
+        files.save(self, path, f"sharded {kind}", rows, others, facts)
+
+    def open_rows(
+        self, path: Path, kind: str
+    ) -> AbstractContextManager[tuple[dict[str, Pieces], dict[str, Any]]]:
+        """This rank's columns of what any number of ranks saved, or of a file of whole rows."""
+        return files.open_rows(self, path, kind)
 
     def result(self, **fields: Any) -> Eigenpairs:
         return ShardedEigenpairs(shards=self, **fields)

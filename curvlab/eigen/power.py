@@ -20,10 +20,9 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from curvlab.eigen.outcome import Outcome
+from curvlab.eigen.arguments import check_choice, check_numbers, product_budget
 from curvlab.eigen.products import Deflation, Products, orthogonality
-from curvlab.eigen.request import check_choice, check_numbers, product_budget
-from curvlab.eigen.result import Eigenpairs, judge
+from curvlab.eigen.result import Eigenpairs, tolerances
 from curvlab.eigen.selection import order
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
@@ -71,7 +70,7 @@ def power_iteration(
     products = Products(as_operator(operator), deflate)
     check_numbers(products, k, which="LM", tol=tol, relative_to="value", seed=seed)
     began = time.perf_counter()
-    certificate = products.probe(seed)
+    certificate = products.probe(None, seed)
     per_pair = steps if steps is not None else STEPS if by_value else None
     asked = {"stop": stop, "tol": tol, "seed": seed, "steps": per_pair}
     work = Work("power iteration", products, asked, checkpoint, progress)
@@ -263,15 +262,13 @@ def _result(
     norm = float(values.abs().max())
     residuals = space.norm(rest).cpu() + products.eps * norm
     floor = 16.0 * products.eps * norm
-    judged = judge(values, residuals, tol=tol, relative_to="value", norm=norm, floor=floor)
-    converged = judged.converged
+    zero = (values.abs() <= floor) & (residuals <= floor)
+    converged = (residuals <= tolerances(values, tol, "value", norm)) | zero
     if bool(converged.all()):
-        outcome = Outcome.NOT_CERTIFIED
         reason = "converged; power iteration does not look for missing copies"
     elif spent:
-        outcome, reason = Outcome.OUT_OF_PRODUCTS, "max_products ran out"
+        reason = "max_products ran out"
     else:
-        outcome = Outcome.NOT_SETTLED
         reason = "the stopping rule was met before the residuals were"
     device, stored = products.device, vectors.to(products.operator.dtype).contiguous()
     padded, _ = ops.quantise(vectors, products.dtype)
@@ -289,7 +286,6 @@ def _result(
         matvecs=products.count,
         restarts=0,
         seconds=seconds,
-        outcome=outcome,
         reason=reason,
         method=f"deflated power iteration, stopped on {'values' if by_value else 'residuals'}",
         which="LM",

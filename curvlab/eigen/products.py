@@ -4,17 +4,16 @@ The operator gets a copy of each vector and its result is copied at once, so an 
 overwrites its input or hands out one buffer again and again is harmless here.
 """
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from curvlab_kernels import ops
 from torch import Tensor
 
 from curvlab.eigen.space import Space, space_of
 from curvlab.operators import Dense, Operator
-from curvlab.probe import Certificate, LinearOperator, probe, require_image, usual_limit
-
-ORTHONORMAL = {torch.float64: 1e-10, torch.float32: 1e-4}
+from curvlab.probe import Certificate, LinearOperator, OperatorError, probe
+from curvlab.rows import Rows
 
 
 @runtime_checkable
@@ -26,24 +25,6 @@ class Deflation(Protocol):
     @property
     def size(self) -> int: ...
     def project_out_(self, vectors: Tensor, /) -> object: ...
-
-
-class DeflatedRows:
-    """Orthonormal rows ``(q, width)`` given as a tensor, stored padded."""
-
-    def __init__(self, rows: Tensor, dtype: torch.dtype, space: Space) -> None:
-        self.size, self.n = rows.shape
-        self.space = space
-        self.rows, _ = ops.quantise(rows.to(dtype), dtype)
-        error = orthogonality(self.rows, space)
-        if not error <= ORTHONORMAL[dtype]:
-            raise ValueError(
-                f"deflate= needs orthonormal rows; |Q Q' - I| reaches {error:.1e}. Orthonormalise "
-                "them first, e.g. torch.linalg.qr(rows.T).Q.T, or pass a curvlab Basis"
-            )
-
-    def project_out_(self, vectors: Tensor, /) -> object:
-        return self.space.project_(self.rows, vectors)
 
 
 def orthogonality(rows: Tensor, space: Space) -> float:
@@ -74,15 +55,17 @@ class Products:
         self.deflation = _deflation(deflate, self)
         self.room = self.n - (0 if self.deflation is None else self.deflation.size)
 
-    def probe(self, seed: int) -> Certificate:
+    def probe(self, limit: float | None, seed: int) -> Certificate:
         """The operator's own certificate, or a new one; raises if the operator failed it."""
         certificate = self._known()
         if certificate is None:
-            if isinstance(self.operator, Operator):
+            if isinstance(self.operator, Operator) and limit is None:
                 certificate = self.operator.certificate  # which it keeps for the next solve
             else:
-                certificate = probe(self.operator, seed=seed)
+                certificate = probe(self.operator, seed=seed, limit=limit)
             self.count += certificate.products
+        elif limit is not None:
+            certificate = replace(certificate, limit=limit)
         certificate.require()
         self.trust(certificate)
         return certificate
@@ -94,7 +77,8 @@ class Products:
     def _known(self) -> Certificate | None:
         """A certificate that needs no products: one already measured, or that of a matrix."""
         if isinstance(self.operator, Dense):  # made symmetric when it was built
-            return Certificate(0.0, 0.0, 0.0, usual_limit(self.operator.dtype, self.n), products=0)
+            limit = self.eps * 2e3
+            return Certificate(0.0, 0.0, 0.0, limit=limit, products=0)
         known = getattr(self.operator, "__dict__", {}).get("certificate")
         return known if isinstance(known, Certificate) else None
 
@@ -103,7 +87,7 @@ class Products:
         given = vectors.to(self.operator.dtype, copy=True)
         result = self.operator @ given
         self.count += 1 if vectors.ndim == 1 else vectors.shape[0]
-        require_image(result, vectors)
+        self._check(result, vectors)
         targets.copy_(result.detach())
         self.project_out_(targets)
 
@@ -111,6 +95,21 @@ class Products:
         """Remove the deflated directions from ``(width,)`` or ``(b, width)``, in place."""
         if self.deflation is not None:
             self.deflation.project_out_(vectors)
+
+    def _check(self, result: Tensor, vectors: Tensor) -> None:
+        if not isinstance(result, Tensor):
+            raise OperatorError(f"operator @ vectors must be a tensor; got {type(result).__name__}")
+        if result.shape != vectors.shape:
+            raise OperatorError(
+                f"operator @ vectors must keep the shape {tuple(vectors.shape)}; "
+                f"got {tuple(result.shape)}"
+            )
+        if not result.is_floating_point():
+            raise OperatorError(f"operator @ vectors must be real floats; got {result.dtype}")
+        if result.device != vectors.device:
+            raise OperatorError(
+                f"the operator says its device is {vectors.device} but answers on {result.device}"
+            )
 
 
 def _deflation(deflate: Deflation | Tensor | None, products: Products) -> Deflation | None:
@@ -127,14 +126,14 @@ def _deflation(deflate: Deflation | Tensor | None, products: Products) -> Deflat
             raise ValueError(
                 f"deflate= is on {deflate.device}, the operator on {products.device}: move one"
             )
-        deflate = DeflatedRows(deflate.detach(), products.dtype, products.space)
+        deflate = Rows.of(deflate, "deflate=", products.space, products.dtype)
     if not isinstance(deflate, Deflation):
         raise TypeError(
             "deflate= takes a curvlab Basis or a tensor of orthonormal rows; got "
             f"{type(deflate).__name__}"
         )
-    if deflate.n != products.width:
+    if deflate.n != products.n:
         raise ValueError(
-            f"deflate= holds vectors of {deflate.n} elements; the operator has {products.width}"
+            f"deflate= holds vectors of {deflate.n} elements; the operator has {products.n}"
         )
     return None if deflate.size == 0 else deflate

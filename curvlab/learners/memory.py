@@ -1,17 +1,11 @@
 """The memory of runs side by side: one orthonormal :class:`~curvlab.basis.Basis` for each."""
 
-import json
-
 import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
 from curvlab.basis import Basis
-from curvlab.basis import segments as origins
 from curvlab.learners.population import Population
-
-# Rows allocated at a time: the number of tasks, and so the size at the end, is not known here.
-SLAB = 64
 
 
 class DenseMemory:
@@ -31,7 +25,6 @@ class DenseMemory:
                 population.n,
                 dtype=population.dtype if dtype is None else dtype,
                 device=population.device,
-                slab=min(SLAB, population.n),
             )
             for _ in population.seeds
         ]
@@ -83,24 +76,13 @@ class DenseMemory:
         """Rows as they are stored, their Gram matrices and origins."""
         tensors: dict[str, Tensor] = {"everything": torch.tensor(self._everything)}
         for s, basis in enumerate(self.bases):
-            stored = list(basis.store.stored())
-            if stored:
-                tensors[f"{s}/rows"] = torch.cat([rows for _, rows, _ in stored])
-                scales = [scale for _, _, scale in stored if scale is not None]
-                if scales:
-                    tensors[f"{s}/scales"] = torch.cat(scales)
-            tensors[f"{s}/gram"] = basis.gram
-            text = json.dumps(origins.to_json(basis.segments)).encode()
-            tensors[f"{s}/origins"] = torch.tensor(list(text), dtype=torch.uint8)
+            tensors.update({f"{s}/{name}": tensor for name, tensor in basis.state().items()})
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         self._everything = tensors["everything"].tolist()
         for s, basis in enumerate(self.bases):
-            gram = tensors[f"{s}/gram"].to(basis.device)
-            if len(gram):
-                basis.store.write_rows(0, tensors[f"{s}/rows"].to(basis.device))
-                if f"{s}/scales" in tensors:
-                    basis.store.write_scales(0, tensors[f"{s}/scales"].to(basis.device))
-            text = bytes(tensors[f"{s}/origins"].tolist()).decode()
-            basis.restore(gram, origins.from_json(json.loads(text), len(gram)))
+            own = f"{s}/"
+            basis.load_state(
+                {n.removeprefix(own): t for n, t in tensors.items() if n.startswith(own)}
+            )

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from curvlab.operators.operator import Operator
 from curvlab.parameters import Layout
+from curvlab.precision import working
 from curvlab.probe import LinearOperator
+from curvlab.rows import Rows
 
 Where = str | Sequence[str] | slice | Tensor
 
@@ -58,7 +60,9 @@ class Projected(Operator):
         self.limit = getattr(base, "limit", None)
         self.base = base
         if isinstance(basis, Tensor):
-            basis = _Rows(basis, self.n)
+            if basis.dim() != 2 or basis.shape[1] != self.n:
+                raise ValueError(f"project needs rows (m, {self.n}); got {tuple(basis.shape)}")
+            basis = Rows.of(basis, "project", self.n, working(self.dtype))
         elif not hasattr(basis, "project_out_"):
             raise TypeError(
                 f"project needs a Basis or orthonormal rows (m, n); got {type(basis).__name__}"
@@ -73,51 +77,6 @@ class Projected(Operator):
         result = (self.base @ inside).clone()
         self.basis.project_out_(result)
         return result
-
-
-class _Rows:
-    """Orthonormal rows given as a tensor; coefficients are summed in float64."""
-
-    def __init__(self, rows: Tensor, n: int) -> None:
-        if rows.dim() != 2 or rows.shape[1] != n:
-            raise ValueError(f"project needs rows (m, {n}); got {tuple(rows.shape)}")
-        self.n, self.rows = n, rows.detach().clone()
-        gram = self._gram()
-        error = (
-            float((gram - torch.eye(len(rows), device=rows.device)).abs().max())
-            if len(rows)
-            else 0.0
-        )
-        if not error <= 1e3 * float(torch.finfo(rows.dtype).eps):
-            raise ValueError(
-                f"the rows are not orthonormal (M M' differs from I by {error:.1e}), so I - M'M is "
-                "no projector: orthonormalise them, e.g. torch.linalg.qr(rows.T).Q.T, or put them "
-                "in a Basis"
-            )
-
-    def _gram(self) -> Tensor:
-        m = len(self.rows)
-        total = torch.zeros(m, m, dtype=torch.float64, device=self.rows.device)
-        for where in self._columns():
-            piece = self.rows[:, where].double()
-            total += piece @ piece.T
-        return total
-
-    def _columns(self) -> list[slice]:
-        # float32 sums over millions of elements would leak into the span
-        return [slice(i, i + (1 << 16)) for i in range(0, self.n, 1 << 16)]
-
-    def project_out_(self, vectors: Tensor) -> None:
-        if not len(self.rows):
-            return
-        for _ in range(2):  # twice is enough
-            coefficients = torch.zeros(
-                len(vectors), len(self.rows), dtype=torch.float64, device=vectors.device
-            )
-            for where in self._columns():
-                coefficients += (vectors[:, where] @ self.rows[:, where].T).double()
-            for where in self._columns():
-                vectors[:, where] -= coefficients.to(vectors.dtype) @ self.rows[:, where]
 
 
 def _checked_index(index: Tensor, n: int) -> Tensor:

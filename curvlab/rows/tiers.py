@@ -1,7 +1,7 @@
-"""Where the rows of a basis live: on the device, in pinned host memory, or in a file.
+"""Where rows live: on the device, in pinned host memory, or in a file.
 
-A tier allocates slabs of rows, and says how many rows pass through the device at a time. The basis
-computes on pieces of slabs and does not know where they come from.
+A tier allocates slabs of rows, and says how many rows pass through the device at a time. Rows are
+computed on in pieces of slabs, whose origin does not matter.
 """
 
 import os
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from curvlab_kernels.formats import BLOCK, LEVELS
 from torch import Tensor
 
-from curvlab.storage import StorageError
+from curvlab.storage import ALIGNMENT, StorageError
 
 PIECE_BYTES = 1 << 28  # of rows in flight, when they do not all stay on the device
 
@@ -29,7 +30,7 @@ class Slab:
 
 
 class Tier(Protocol):
-    """What a basis asks of the place that holds its rows."""
+    """What rows ask of the place that holds them."""
 
     @property
     def resident(self) -> bool:
@@ -37,7 +38,7 @@ class Tier(Protocol):
         ...
 
     def allocate(self, count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Slab:
-        """Zeroed memory for ``count`` rows of ``ld`` elements of a basis on ``device``."""
+        """Zeroed memory for ``count`` rows of ``ld`` elements that ``device`` computes on."""
         ...
 
 
@@ -48,10 +49,7 @@ class DeviceMemory:
     resident: bool = True
 
     def allocate(self, count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Slab:
-        return Slab(
-            torch.zeros(count, ld, dtype=dtype, device=device),
-            _scales(count, ld, dtype, device, pin=False),
-        )
+        return Slab(_zeros(count, ld, dtype, device), _scales(count, ld, dtype, device, pin=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +160,23 @@ def _copy_ahead(slab: Slab, cut: slice, buffer: Slab) -> None:
     buffer.rows[:count].copy_(slab.rows[cut], non_blocking=True)
     if buffer.scales is not None and slab.scales is not None:
         buffer.scales[:count].copy_(slab.scales[cut], non_blocking=True)
+
+
+def _zeros(count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose memory is touched, on a CPU, only when a row is written: many never are."""
+    if device.type != "cpu":
+        return torch.zeros(count, ld, dtype=dtype, device=device)
+    size, extra = count * ld, ALIGNMENT // dtype.itemsize
+    try:
+        data = torch.from_numpy(np.zeros(size + extra, f"i{dtype.itemsize}"))
+    except MemoryError as error:
+        raise MemoryError(
+            f"no memory for {count} rows of {ld} elements in {dtype}, "
+            f"{size * dtype.itemsize / 1e9:.1f} GB: keep fewer, store them in a narrower dtype, or "
+            "use MappedFile(folder)"
+        ) from error
+    start = -data.data_ptr() % ALIGNMENT // dtype.itemsize
+    return data[start : start + size].view(dtype).view(count, ld)
 
 
 def _scales(

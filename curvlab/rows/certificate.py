@@ -1,27 +1,23 @@
-"""Is the basis what it says: orthonormal, as far as its storage allows, and unchanged?"""
+"""Are the rows what they say: orthonormal, as far as their storage allows, and unchanged?"""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# Largest entry of |G - I| that is accepted of the rows themselves. Narrow storage is corrected by
-# the Gram matrix and needs only to be well-conditioned.
-LIMITS = {torch.float64: 1e-13, torch.float32: 1e-6}
-CORRECTED_LIMIT = 0.1
-DRIFT_LIMIT = 1e-5  # recorded in float32 sums, recomputed in float64
+from curvlab.precision import DRIFT, certified_limit
 
 
 @dataclass(frozen=True, slots=True)
 class Orthogonality:
-    """What :meth:`Basis.orthogonality` measured.
+    """What :meth:`Rows.orthogonality` measured.
 
     Attributes:
         error: Largest entry of ``|G - I|``, ``G`` the Gram matrix of the stored rows.
         condition: Condition number of ``G``: 1 for orthonormal rows. The projection divides by
             ``G``, so rows rounded for storage cost no accuracy as long as this is small.
         drift: Largest change of ``G`` since the rows were stored; 0 unless it was recomputed.
-        limit: Of ``error``, for the basis's dtype.
+        limit: Of ``error``, for the rows' dtype.
     """
 
     error: float
@@ -32,13 +28,13 @@ class Orthogonality:
     @property
     def passed(self) -> bool:
         # written so that a NaN fails
-        return self.error <= self.limit and self.drift <= DRIFT_LIMIT
+        return self.error <= self.limit and self.drift <= DRIFT
 
     def require(self) -> None:
         """Raise ``ValueError`` naming what is wrong."""
         if self.passed:
             return
-        if not self.drift <= DRIFT_LIMIT:
+        if not self.drift <= DRIFT:
             raise ValueError(
                 "the basis changed since it was stored: its Gram matrix moved by "
                 f"{self.drift:.1e}. Something wrote to its memory or file; load it again"
@@ -51,7 +47,7 @@ class Orthogonality:
 
 def certify(gram: Tensor, recorded: Tensor, dtype: torch.dtype) -> Orthogonality:
     """The certificate of a Gram matrix ``(m, m)``, against the one recorded at storing."""
-    limit = LIMITS.get(dtype, CORRECTED_LIMIT)
+    limit = certified_limit(dtype)
     if gram.shape[0] == 0:
         return Orthogonality(0.0, 1.0, 0.0, limit)
     error = (gram - torch.eye(*gram.shape).to(gram)).abs().max()

@@ -1,13 +1,14 @@
-"""Spans of stored rows: Gram matrices, their factors, and the angles between two bases."""
+"""Spans of stored rows: Gram matrices, their factors, and the angles between two spans."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from curvlab_kernels import block
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from curvlab.basis.memory import Basis
+    from curvlab.rows.orthonormal import Rows
 
 BLOCK_BYTES = 1 << 28  # of rows held as numbers at a time
 
@@ -44,7 +45,21 @@ def bordered_factor(factor: Tensor, across: Tensor, corner: Tensor) -> Tensor:
     return whole
 
 
-def cross(first: "Basis", second: "Basis") -> Tensor:
+def border(gram: Tensor, across: Tensor, corner: Tensor) -> Tensor:
+    """``gram`` ``(m, m)`` with ``k`` more rows: ``across`` ``(k, m)``, ``corner`` ``(k, k)``."""
+    return torch.cat([torch.cat([gram, across.T], 1), torch.cat([across, corner], 1)])
+
+
+def bordered(rows: "Rows", gram: Tensor) -> Tensor:
+    """The Gram matrix of all rows in use, of which ``gram`` has the first."""
+    for start, stop in _blocks(rows, len(gram)):
+        values = rows.rows(start, stop)
+        across = rows.coefficients(values)[:, :start]
+        gram = border(gram, across, rows.space.total(block.gram(values)))
+    return gram
+
+
+def cross(first: "Rows", second: "Rows") -> Tensor:
     """Products of the rows of ``second`` with those of ``first``: ``(second.size, first.size)``.
 
     In float64 throughout: this is what certificates are made of.
@@ -55,7 +70,7 @@ def cross(first: "Basis", second: "Basis") -> Tensor:
     return found
 
 
-def principal_angles(first: "Basis", second: "Basis") -> Tensor:
+def principal_angles(first: "Rows", second: "Rows") -> Tensor:
     """Angles between two spans, radians, ascending: ``(min(first.size, second.size),)``.
 
     From cosines where angles are large and from sines where they are small, because either alone
@@ -73,7 +88,7 @@ def principal_angles(first: "Basis", second: "Basis") -> Tensor:
     for i, row_block in _outside(first, second):
         for j, other_block in _outside(first, second):
             if j <= i:
-                part = first.total(row_block.double() @ other_block.double().T)
+                part = first.space.total(row_block.double() @ other_block.double().T)
                 outside[i : i + len(row_block), j : j + len(other_block)] = part
                 outside[j : j + len(other_block), i : i + len(row_block)] = part.T
     outside = whitened(second.factor, whitened(second.factor, outside).T)
@@ -82,7 +97,7 @@ def principal_angles(first: "Basis", second: "Basis") -> Tensor:
     return torch.where(cosines > 0.5**0.5, sines.asin(), cosines.acos())
 
 
-def _outside(first: "Basis", second: "Basis") -> Iterator[tuple[int, Tensor]]:
+def _outside(first: "Rows", second: "Rows") -> Iterator[tuple[int, Tensor]]:
     """Rows of ``second`` without their parts in ``first``, a block at a time."""
     for start, stop in _blocks(second):
         block = _rows_for(first, second, start, stop)
@@ -90,12 +105,12 @@ def _outside(first: "Basis", second: "Basis") -> Iterator[tuple[int, Tensor]]:
         yield start, block
 
 
-def _rows_for(first: "Basis", second: "Basis", start: int, stop: int) -> Tensor:
+def _rows_for(first: "Rows", second: "Rows", start: int, stop: int) -> Tensor:
     rows = second.rows(start, stop).to(first.device)
     return rows.double() if first.dtype == torch.float64 else rows
 
 
-def _blocks(basis: "Basis") -> Iterator[tuple[int, int]]:
-    at_once = max(1, BLOCK_BYTES // (8 * basis.n))
-    for start in range(0, basis.size, at_once):
-        yield start, min(start + at_once, basis.size)
+def _blocks(rows: "Rows", first: int = 0) -> Iterator[tuple[int, int]]:
+    at_once = max(1, BLOCK_BYTES // (8 * rows.width))
+    for start in range(first, rows.size, at_once):
+        yield start, min(start + at_once, rows.size)

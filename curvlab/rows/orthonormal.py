@@ -1,0 +1,460 @@
+"""Orthonormal rows that grow, are projected off, mixed and saved: one owner for all of them.
+
+Guarantees: :meth:`Rows.extend` adds rows orthonormal to those before them (``|G - I|`` as in
+:mod:`curvlab.precision`), drops vectors that are dependent to rounding and says so, and leaves the
+rows as they were when it raises. Memory grows with what is kept; nothing is copied to grow.
+
+Storage narrower than float32 rounds the rows, after which they are no longer orthonormal. New rows
+are made orthogonal to the *stored* ones, and the projection is ``I - M' G^-1 M`` with the Gram
+matrix ``G`` of the stored rows, so it is exact for the span of what is stored. What rounding costs
+is that this span is not quite the one that was asked for.
+
+A solver that makes its rows orthonormal itself writes them with :meth:`Rows.row` and
+:meth:`Rows.admit`, at the cost of nothing else. Where vectors live in shards, every method is
+collective: every rank calls it, with its own shards; Gram matrices and coefficients are the same on
+all ranks.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from curvlab_kernels import ops
+from curvlab_kernels.algebra import solve
+from curvlab_kernels.block import gram, orthonormalise_with_
+from curvlab_kernels.checks import STORAGE, WORKING
+from torch import Tensor, nn
+
+from curvlab.precision import given_limit, least_share, working
+from curvlab.rows import certificate, files, gradients, mixing, spans, steps
+from curvlab.rows.certificate import Orthogonality
+from curvlab.rows.sizes import basis_bytes
+from curvlab.rows.space import Space, Whole
+from curvlab.rows.store import Store
+from curvlab.rows.tiers import DeviceMemory, Tier
+
+
+class Rows:
+    """Orthonormal rows of ``n`` elements.
+
+    Args:
+        space: Where vectors live; a number is the elements of whole vectors in this process.
+        capacity: The most rows there may be.
+        dtype: Of the stored rows: float64, float32, float16, bfloat16, int8 or float8. Vectors may
+            be float32 or float64 whatever it is (float64 only for float64 rows).
+        device: Where vectors are projected.
+        tier: Where rows are kept: ``DeviceMemory()`` (default), ``PinnedHost()`` or
+            ``MappedFile(folder)``.
+
+    Attributes:
+        n: Elements of a vector; ``width`` of them are held here, which is what tensors have.
+        factor: Lower Cholesky factor of :attr:`gram`; ``None`` for float32 and float64 rows, which
+            are orthonormal as stored.
+        store: The rows as they are stored.
+    """
+
+    kind = "rows"  # of a saved file
+
+    def __init__(
+        self,
+        space: Space | int,
+        capacity: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        tier: Tier | None = None,
+    ) -> None:
+        if (isinstance(space, int) and space < 1) or capacity < 0:
+            raise ValueError(
+                f"a basis needs n >= 1 and capacity >= 0; got n={space}, capacity={capacity}"
+            )
+        if dtype not in STORAGE:
+            raise TypeError(f"a basis is not stored as {dtype}; use float32, float16, int8, ...")
+        self.space: Space = Whole(space) if isinstance(space, int) else space
+        self.n, self.width, self.capacity = self.space.n, self.space.width, capacity
+        self.dtype = dtype
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        self.tier = DeviceMemory() if tier is None else tier
+        self.store = Store(self.width, capacity, dtype, self.device, self.tier)
+        self._gram = torch.zeros(0, 0, dtype=torch.float64, device=self.device)
+        self.factor = None if dtype in WORKING else self._gram
+
+    @classmethod
+    def of(
+        cls, vectors: Tensor, name: str, space: Space | int, dtype: torch.dtype | None = None
+    ) -> Self:
+        """Rows of ``vectors`` ``(m, width)`` that a caller says are orthonormal; ``name`` is his.
+
+        They are checked to a limit that tells a mistake from rounding, and what rounding there is
+        (of another program, of a narrower dtype) is put right: the span is theirs, exactly.
+
+        Args:
+            dtype: Of the rows; by default the working dtype of ``vectors``.
+        """
+        rows = cls(
+            space, len(vectors), dtype=dtype or working(vectors.dtype), device=vectors.device
+        )
+        given = vectors.detach().to(rows.dtype)
+        error = 0.0
+        if len(given):
+            products = rows.space.total(gram(given))
+            error = float((products - torch.eye(*products.shape).to(products)).abs().max())
+        if not error <= given_limit(vectors.dtype):
+            raise ValueError(
+                f"{name} needs orthonormal rows; |M M' - I| reaches {error:.1e}. Orthonormalise "
+                "them first, e.g. torch.linalg.qr(rows.T).Q.T, or put them in a curvlab Basis"
+            )
+        Rows.extend(rows, given)
+        return rows
+
+    @property
+    def size(self) -> int:
+        """Rows in use."""
+        return self.store.size
+
+    def __len__(self) -> int:
+        return self.store.size
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(n={self.n}, size={self.size}, capacity={self.capacity}, "
+            f"dtype={self.dtype}, device={self.device}, tier={self.tier}, "
+            f"{self.bytes / 1e6:.1f} MB)"
+        )
+
+    @property
+    def bytes(self) -> int:
+        """What the rows in use, their scales and their Gram matrix take here."""
+        return basis_bytes(self.width, self.size, self.dtype)
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor | None] | None:
+        """Stored rows ``(size, ld)`` and scales, if one piece of memory on the device has them."""
+        return self.store.whole
+
+    @property
+    def gram(self) -> Tensor:
+        """Gram matrix ``(size, size)`` of the stored rows, float64."""
+        if len(self._gram) < self.size:
+            self._gram = spans.bordered(self, self._gram)
+        return self._gram
+
+    # Single rows
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """A copy of rows ``start`` to ``stop`` ``(count, width)``: float32 or float64."""
+        stop = self.size if stop is None else stop
+        if not 0 <= start <= stop <= self.size:
+            raise ValueError(f"rows {start} to {stop} of a basis with {self.size} rows")
+        return self.store.values(start, stop)
+
+    def row(self, index: int) -> Tensor:
+        """Row ``index`` ``(width,)`` of float rows: itself where it is at hand, else a copy.
+
+        The rows after those in use can be had as well, to be filled, up to the capacity: after
+        :meth:`put` and :meth:`admit` they count.
+        """
+        self.store.make_room(index + 1)
+        row = self.store.row(index)[: self.width]
+        return row if row.device == self.device else row.to(self.device)
+
+    def put(self, index: int, vector: Tensor) -> None:
+        """Write ``vector`` ``(width,)`` to row ``index``; nothing to do if it is that row."""
+        self.store.make_room(index + 1)
+        row = self.store.row(index)[: self.width]
+        if row.data_ptr() != vector.data_ptr():
+            row.copy_(vector)
+
+    def admit(self, count: int = 1) -> None:
+        """Take the next ``count`` rows, which the caller made orthonormal, as in use."""
+        self._require_float()
+        self.store.make_room(self.size + count)
+        self.store.size += count
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchange two float rows."""
+        self._require_float()
+        if first != second:
+            held = self.row(first).clone()
+            self.put(first, self.row(second))
+            self.put(second, held)
+            self._forget(min(first, second))
+
+    def reserve(self, count: int) -> None:
+        """Room for ``count`` rows in one piece of memory; ``capacity`` grows to it."""
+        self.capacity = self.store.capacity = max(self.capacity, count)
+        self.store.make_whole(count)
+
+    # Growing and shrinking
+
+    def append(self, vector: Tensor) -> bool:
+        """Add one vector ``(width,)``; returns whether it was kept (not if it is dependent)."""
+        if vector.dim() != 1:
+            raise ValueError(f"append takes a vector ({self.width},); got {tuple(vector.shape)}")
+        return bool(self.extend(vector.unsqueeze(0))[0])
+
+    def extend(self, vectors: Tensor, *, least: float | None = None) -> Tensor:
+        """Add the directions of ``vectors`` ``(k, width)`` that are not there yet.
+
+        Args:
+            vectors: In order of importance: of dependent ones the first is kept. Not changed.
+            least: What must be left of a vector for it to be kept, as a share of its norm; at least
+                the rounding of the arithmetic and of the stored rows.
+
+        Returns:
+            Which vectors were kept: bool ``(k,)``.
+        """
+        self._check(vectors, 2)
+        self.space.check(vectors)
+        rounding = max(least_share(self.dtype), least or 0.0)
+        total = self.space.total if self.space.sharded else None
+        work = vectors.detach().to(self.store.working, copy=True).contiguous()
+        kept = orthonormalise_with_(self.project_out_, work, self.size, rounding, total)
+        count = int(kept.sum())
+        if self.size + count > self.capacity:
+            raise ValueError(
+                f"{count} new vectors do not fit: {self.size} of {self.capacity} rows are in use. "
+                "Nothing was added; choose a larger capacity, or truncate first"
+            )
+        if count:
+            self._add(work[kept])
+        return kept
+
+    def _add(self, vectors: Tensor) -> None:
+        """Store orthonormal ``vectors`` ``(k, width)``; the Gram matrix too, if it is needed."""
+        values = self.store.write(vectors)
+        if self.factor is not None:
+            across, corner = self.coefficients(values), self.space.total(gram(values))
+            factor = spans.bordered_factor(self.factor, across, corner)
+            self._gram = spans.border(self._gram, across, corner)
+            self.factor = factor
+        self.store.size += vectors.shape[0]
+
+    def truncate(self, size: int) -> None:
+        """Keep the first ``size`` rows; the others' memory stays reserved for new ones."""
+        if not 0 <= size <= self.size:
+            raise ValueError(f"truncate needs 0 <= size <= {self.size}; got {size}")
+        self.store.size = size
+        self._forget(size)
+        if self.factor is not None:
+            self.factor = self.factor[:size, :size].clone()
+
+    def _forget(self, first: int) -> None:
+        """What is known of rows ``first`` and after is no longer true."""
+        self._gram = self._gram[:first, :first].clone()
+
+    def restore(self, products: Tensor) -> None:
+        """Take as in use the rows written to :attr:`store`, whose Gram matrix is ``products``."""
+        self._gram = products
+        if self.factor is not None:
+            self.factor = torch.linalg.cholesky(products)
+        self.store.size = products.shape[0]
+
+    def mix(self, weights: Tensor) -> None:
+        """Thick restart: the first ``m`` rows become ``p`` combinations of them, in place.
+
+        Rows after them move up; in float64, rounded once.
+
+        Args:
+            weights: Shape ``(m, p)``, orthonormal columns, float64, ``p <= m``.
+        """
+        self._require_float()
+        mixing.mix(self, weights)
+        self._forget(0)
+
+    def combine(self, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``p`` combinations ``(p, width)`` of the first ``m`` rows, in float64 and rounded once.
+
+        Args:
+            weights: Shape ``(m, p)``, float64.
+            dtype: Of the result; by default that in which rows are computed.
+        """
+        return mixing.combine(self, weights, dtype or self.store.working)
+
+    # Projecting
+
+    def coefficients(self, vectors: Tensor) -> Tensor:
+        """``M g`` with the stored rows: ``(size,)`` or ``(b, size)``, float64."""
+        self._check(vectors)
+        parts = [ops.coefficients(rows, vectors, scales) for _, rows, scales in self.store.pieces()]
+        if len(parts) != 1:
+            empty = vectors.new_zeros((*vectors.shape[:-1], 0), dtype=torch.float64)
+            parts = [torch.cat([empty, *parts], -1)]
+        return self.space.total(parts[0])
+
+    def project_out_(self, vectors: Tensor | Sequence[Tensor]) -> Tensor:
+        """Remove the span of the rows in place; returns the coefficients removed, float64.
+
+        Args:
+            vectors: ``(width,)``, rows ``(b, width)``, or a list of whole tensors with ``n``
+                elements together, such as a model's gradients in the order of its parameters.
+        """
+        if not isinstance(vectors, Tensor):
+            return gradients.project_list_(self, vectors)
+        self._check(vectors)
+        whole, local = self.store.whole, not self.space.sharded
+        if local and whole is not None:
+            return ops.project_(whole[0], vectors, self.factor, whole[1])
+        if local and self.factor is None:
+            # Orthonormal pieces can be removed one after the other: each is fetched once.
+            parts = [ops.project_(rows, vectors) for _, rows, _ in self.store.pieces()]
+            empty = vectors.new_zeros((*vectors.shape[:-1], 0), dtype=torch.float64)
+            return torch.cat([empty, *parts], -1)
+        removed = solve(self.factor, self.coefficients(vectors))
+        self.subtract_(removed, vectors)
+        return removed
+
+    def subtract_(self, weights: Tensor, vectors: Tensor) -> None:
+        """``g -= M' c`` in place: ``weights`` ``(size,)`` or ``(b, size)``, float64."""
+        for first, rows, scales in self.store.pieces():
+            part = weights[..., first : first + rows.shape[0]].contiguous()
+            ops.apply_(rows, part, vectors, scales)
+
+    def orthonormalise_(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Make ``vector`` ``(width,)`` orthogonal to the rows and of unit norm, in place.
+
+        Returns:
+            The coefficients removed ``(size,)`` and the norm after them ``()``, float64; a vector
+            of which only rounding is left becomes zero, and so is its norm.
+        """
+        whole = self.store.whole
+        if whole is not None and not self.space.sharded:
+            return ops.orthonormalise_(whole[0], vector)
+        return steps.orthonormalise_(self, vector)
+
+    def orthonormalise_block_(self, block: Tensor) -> Tensor:
+        """The same for ``block`` ``(b, width)``, also among each other; which were kept: bool."""
+        total = self.space.total if self.space.sharded else None
+        return orthonormalise_with_(self.project_out_, block, self.size, 0.0, total)
+
+    def lanczos_step_(
+        self, vector: Tensor, previous_beta: float | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The next Lanczos vector from ``w = A v``, in place, ``v`` the last row.
+
+        Returns:
+            ``alpha``, ``beta`` (0 when exhausted) and every coefficient removed ``(size,)``,
+            float64; see :func:`curvlab_kernels.reference.lanczos_step_`.
+        """
+        whole = self.store.whole
+        if whole is not None and not self.space.sharded:
+            return ops.lanczos_step_(whole[0], vector, previous_beta)
+        return steps.lanczos_step_(self, vector, previous_beta)
+
+    def project_gradients_(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """:meth:`project_out_` on the parameters' ``.grad``; a missing one counts as zeros."""
+        return gradients.project_gradients_(self, parameters)
+
+    def sgd_step_(
+        self,
+        parameters: Sequence[Tensor],
+        gradients_: Sequence[Tensor],
+        momenta: Sequence[Tensor],
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+    ) -> Tensor:
+        """``d = P(g + wd p)``, ``buf = momentum buf + d``, ``p -= lr buf``, on lists of tensors.
+
+        In shards ``gradients_`` may be ``[shard]``, what ``Shards.sum_list`` made of each rank's
+        own, and ``momenta`` is ``[shard]``; the parameters are whole.
+        """
+        return gradients.sgd_step_(
+            self, parameters, gradients_, momenta, lr, weight_decay, momentum
+        )
+
+    def leak(self, vectors: Tensor) -> Tensor:
+        """The share of each vector's norm that lies in the span: ``()`` or ``(b,)``, float64."""
+        inside = ops.norm(spans.whitened(self.factor, self.coefficients(vectors)))
+        return inside / self.space.norm(vectors)
+
+    # Certifying and keeping
+
+    def orthogonality(self, recompute: bool = False) -> Orthogonality:
+        """How far the stored rows are from orthonormal.
+
+        Args:
+            recompute: Read all rows again and compare with what was recorded when they were
+                stored; costs ``size^2 n`` products and shows a damaged memory or file.
+        """
+        found = spans.cross(self, self) if recompute else self.gram
+        return certificate.certify(found, self.gram, self.dtype)
+
+    def principal_angles(self, other: "Rows") -> Tensor:
+        """Angles between the spans, in radians, ascending: ``(min(size, other.size),)``."""
+        return spans.principal_angles(self, other)
+
+    def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> Path:
+        """Write everything atomically, in pieces: one file, or a folder of the ranks' shards.
+
+        Args:
+            about: More facts for the manifest (JSON).
+        """
+        return files.save(self, path, {**self._facts(), "about": dict(about or {})})
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        capacity: int | None = None,
+        device: torch.device | str = "cpu",
+        tier: Tier | None = None,
+        space: Space | None = None,
+    ) -> Self:
+        """Read what :meth:`save` wrote, verifying its checksum; in pieces.
+
+        Args:
+            capacity: Of the new rows; by default that of the saved ones.
+            device: As for new ones, and so is ``tier``.
+            space: By default whole vectors in this process. ``Shards.saved(path)`` reads each
+                rank's columns of what any number of ranks saved, one included.
+        """
+        return files.load(cls, path, capacity, device, tier, space)
+
+    def state(self) -> dict[str, Tensor]:
+        """Rows as they are stored, scales and Gram matrix, for a checkpoint of something larger."""
+        stored = list(self.store.stored())
+        tensors = {"gram": self.gram}
+        if stored:
+            tensors["rows"] = torch.cat([rows for _, rows, _ in stored])
+            if stored[0][2] is not None:
+                tensors["scales"] = torch.cat([s for _, _, s in stored if s is not None])
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up what :meth:`state` gave."""
+        if "rows" in tensors:
+            self.store.write_rows(0, tensors["rows"])
+            if "scales" in tensors:
+                self.store.write_scales(0, tensors["scales"])
+        self.restore(tensors["gram"].to(self.device))
+
+    def _facts(self) -> dict[str, Any]:
+        """What the manifest says beside sizes."""
+        return {}
+
+    def _recall(self, facts: dict[str, Any]) -> None:
+        """Take up :meth:`_facts` of a file, when the rows are there; raises ``ValueError``."""
+
+    def _require_float(self) -> None:
+        if self.factor is not None:
+            raise TypeError(
+                f"rows stored as {self.dtype} are rounded and known by their Gram matrix: they are "
+                "added with extend and cannot be written one by one"
+            )
+
+    def _check(self, vectors: Tensor, dimensions: int | None = None) -> None:
+        w = self.width
+        wrong_dimension = dimensions is not None and vectors.dim() != dimensions
+        if wrong_dimension or vectors.dim() not in (1, 2) or vectors.shape[-1] != w:
+            shapes = {1: f"({w},)", 2: f"(k, {w})", None: f"({w},) or (b, {w})"}
+            raise ValueError(
+                f"this basis needs vectors of shape {shapes[dimensions]}; got "
+                f"{tuple(vectors.shape)}"
+            )
+        if vectors.dtype not in WORKING:
+            raise TypeError(f"vectors must be float32 or float64; got {vectors.dtype}")
+        if vectors.device != self.device:
+            raise ValueError(f"vectors are on {vectors.device}, the basis on {self.device}")

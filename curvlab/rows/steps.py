@@ -1,0 +1,64 @@
+"""Gram-Schmidt against rows that are in several pieces of memory, or in shards over ranks.
+
+The kernels do the same for rows in one piece and in one process; see
+:mod:`curvlab_kernels.reference` for what is promised. What crosses between ranks is coefficients
+and squared norms: one sum a pass.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from curvlab_kernels import ops
+from curvlab_kernels.block import length_after, scale_
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from curvlab.rows.orthonormal import Rows
+
+
+def orthonormalise_(rows: "Rows", vector: Tensor) -> tuple[Tensor, Tensor]:
+    """Two passes and the norm; see :meth:`Rows.orthonormalise_`."""
+    removed, before = _pass_(rows, vector)
+    again, _ = _pass_(rows, vector)
+    return removed + again, _normalise_(rows, vector, before)
+
+
+def lanczos_step_(
+    rows: "Rows", vector: Tensor, previous_beta: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three-term recurrence or a full pass, then a full pass; see the kernel."""
+    if previous_beta is None:
+        removed, before = _pass_(rows, vector)
+    else:
+        removed = vector.new_zeros(rows.size, dtype=torch.float64)
+        removed[-2] = previous_beta
+        square = ops.norm(vector).square().reshape(1)
+        vector.sub_(rows.row(rows.size - 2), alpha=previous_beta)
+        last = rows.row(rows.size - 1)
+        along = torch.dot(last.double(), vector.double()).reshape(1)
+        both = rows.space.total(torch.cat([along, square]))
+        removed[-1], before = both[0], both[1].sqrt()
+        vector.sub_(last * both[0].to(vector.dtype))
+    again, passed = _pass_(rows, vector)
+    removed += again
+    # what the pass left, by Pythagoras: only asked whether it is most of the vector
+    if float(passed**2 - again.square().sum()) < 0.5 * float(passed) ** 2:
+        removed += _pass_(rows, vector)[0]
+    return removed[-1], _normalise_(rows, vector, before), removed
+
+
+def _pass_(rows: "Rows", vector: Tensor) -> tuple[Tensor, Tensor]:
+    """Remove ``rows`` from ``vector``; the coefficients, and the norm before. One sum."""
+    parts = [ops.coefficients(piece, vector) for _, piece, _ in rows.store.pieces()]
+    square = ops.norm(vector).square().reshape(1)
+    both = rows.space.total(torch.cat([*parts, square]))
+    removed = both[:-1].contiguous()
+    rows.subtract_(removed, vector)
+    return removed, both[-1].sqrt()
+
+
+def _normalise_(rows: "Rows", vector: Tensor, before: Tensor) -> Tensor:
+    """Scale to unit norm; a vector that is only rounding becomes zero, and so its norm."""
+    length = length_after(before, rows.space.norm(vector), rows.size, vector.dtype)
+    scale_(vector, length)
+    return length

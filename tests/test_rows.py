@@ -1,0 +1,155 @@
+"""Rows: one owner of orthonormal rows, in any number of pieces, on any tier."""
+
+import pytest
+import torch
+
+from curvlab.eigen import lanczos
+from curvlab.operators import Dense
+from curvlab.rows import DeviceMemory, MappedFile, PinnedHost, Rows, Whole, store, tiers
+
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
+
+
+def draw(generator, *shape, dtype=torch.float64):
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.fixture(params=["one piece", "slabs", "host", "file"])
+def make(request, tmp_path, monkeypatch):
+    """Rows in one piece of memory, in a slab each, and where pieces of two rows pass through."""
+    if request.param != "one piece":
+        monkeypatch.setattr(store, "SLAB_BYTES", 1)
+        monkeypatch.setattr(tiers, "PIECE_BYTES", 2 * 700 * 8)
+    tier = {"host": PinnedHost(), "file": MappedFile(tmp_path)}.get(request.param, DeviceMemory())
+    return lambda n, capacity, dtype: Rows(n, capacity, dtype=dtype, tier=tier)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_lanczos_process_on_rows_satisfies_its_recurrence(make, dtype, generator):
+    """``A V = V T + beta v e'``, ``V'V = I``, in any kind of storage, a product a row."""
+    n, steps, close = 301, 25, TOLERANCE[dtype]
+    matrix = draw(generator, n, n)
+    matrix = ((matrix + matrix.T) / n**0.5).to(dtype)
+    rows = make(n, steps + 1, dtype)
+    first = draw(generator, n, dtype=dtype)
+    rows.orthonormalise_(first)
+    rows.put(0, first)
+    rows.admit()
+    recurrence = torch.zeros(steps + 1, steps, dtype=torch.float64)
+    beta = None
+    for step in range(steps):
+        target = rows.row(rows.size)
+        target.copy_(matrix @ rows.row(step))
+        _, length, removed = rows.lanczos_step_(target, beta)
+        rows.put(rows.size, target)
+        rows.admit()
+        recurrence[: step + 1, step], recurrence[step + 1, step] = removed, length
+        beta = float(length)
+    vectors = rows.rows().double()
+    assert (vectors @ vectors.T - torch.eye(steps + 1)).abs().max() <= 4 * close
+    rest = vectors[:steps] @ matrix.double() - recurrence.T @ vectors
+    assert rest.abs().max() <= 4 * close
+    assert rows.orthogonality(recompute=True).passed
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("m", "p"), [(9, 4), (9, 9), (6, 1), (3, 0)])
+def test_mixing_replaces_rows_by_combinations_and_moves_the_others_up(make, dtype, m, p, generator):
+    rows = make(333, 12, dtype)
+    for _ in range(3):
+        rows.extend(draw(generator, 3, 333, dtype=dtype))
+    before = rows.rows().double()
+    weights = torch.linalg.qr(draw(generator, m, m)).Q[:, :p]
+    expected = torch.cat([weights.T @ before[:m], before[m:]])
+    assert largest(rows.combine(weights).double() - expected[:p]) <= TOLERANCE[dtype]
+    rows.mix(weights)
+    assert rows.size == p + 9 - m
+    assert largest(rows.rows().double() - expected) <= TOLERANCE[dtype]
+    assert rows.orthogonality().passed
+    assert rows.extend(draw(generator, 2, 333, dtype=dtype)).all()
+
+
+def test_rows_swapped_and_reserved_are_the_same_rows(make, generator):
+    rows = make(333, 5, torch.float64)
+    for _ in range(2):
+        rows.extend(draw(generator, 2, 333))
+    before = rows.rows()
+    recorded = rows.gram.clone()
+    rows.swap(0, 3)
+    assert torch.equal(rows.rows(), before[[3, 1, 2, 0]])
+    rows.reserve(40)
+    assert rows.capacity == 40
+    assert (rows.whole is not None) == rows.tier.resident
+    assert torch.equal(rows.rows(), before[[3, 1, 2, 0]])
+    assert largest(rows.gram - recorded) <= 1e-13
+
+
+def test_what_is_added_is_not_copied_to_grow(monkeypatch, generator):
+    monkeypatch.setattr(store, "SLAB_BYTES", 1)
+    rows = Rows(100, 1000)
+    rows.extend(draw(generator, 3, 100, dtype=torch.float32))
+    first = rows.row(0).data_ptr()
+    rows.extend(draw(generator, 5, 100, dtype=torch.float32))
+    assert rows.store.allocated == 8
+    assert rows.row(0).data_ptr() == first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
+def test_a_state_comes_back(dtype, generator):
+    rows, again = Rows(100, 9, dtype=dtype), Rows(100, 9, dtype=dtype)
+    again.load_state(rows.state())
+    assert again.size == 0
+    rows.extend(draw(generator, 5, 100, dtype=torch.float32))
+    again.load_state(rows.state())
+    assert torch.equal(again.rows(), rows.rows())
+    assert torch.equal(again.gram, rows.gram)
+
+
+def test_rounded_rows_are_not_written_behind_their_gram_matrix(generator):
+    rows = Rows(100, 9, dtype=torch.int8)
+    rows.extend(draw(generator, 5, 100, dtype=torch.float32))
+    for call in (rows.admit, lambda: rows.swap(0, 1), lambda: rows.mix(torch.eye(5).double())):
+        with pytest.raises(TypeError, match="added with extend"):
+            call()
+    assert rows.size == 5
+
+
+# How far rows are from orthonormal, and whether that is rounding or a mistake.
+OFF = [
+    (torch.float64, 2e-11, True),
+    (torch.float64, 2e-9, False),
+    (torch.float32, 1e-5, True),
+    (torch.float32, 1e-3, False),
+]
+
+
+@pytest.mark.parametrize(("dtype", "off", "accepted"), OFF)
+def test_deflation_and_projection_ask_the_same_of_given_rows(dtype, off, accepted, generator):
+    """Rows that are accepted are put right, so that what is left out is left out exactly."""
+    n = 60
+    frame = torch.linalg.qr(draw(generator, n, n)).Q
+    spectrum = torch.arange(n, 0, -1, dtype=torch.float64)
+    operator = Dense(((frame * spectrum) @ frame.T).to(dtype))
+    given = frame[:, :3].T.clone()
+    given[0] += off * given[1]
+    given = given.to(dtype)
+    if not accepted:
+        for call in (lambda: operator.project(given), lambda: lanczos(operator, 2, deflate=given)):
+            with pytest.raises(ValueError, match="needs orthonormal rows"):
+                call()
+        return
+    close = 100 * torch.finfo(dtype).eps
+    assert lanczos(operator, 2, deflate=given, tol=1e-4).values[0] == pytest.approx(57.0, rel=1e-4)
+    projected = operator.project(given)
+    vector = projected @ draw(generator, n, dtype=dtype)
+    assert largest(frame[:, :3].T @ vector.double()) <= close * float(vector.norm())
+    assert largest((projected @ given).double()) <= close * n
+
+
+def test_whole_vectors_have_at_least_one_element():
+    with pytest.raises(ValueError, match="at least one element"):
+        Whole(0)
+
+
+def largest(difference):
+    return float(difference.abs().max()) if difference.numel() else 0.0
