@@ -100,10 +100,11 @@ def _show(one: Work, place: Place) -> None:
     config = experiment.sizes[one.size]
     known = results_of(place.store, experiment, one.size)
     metrics = {seed: result.metrics for seed, result in known.items()}
-    for table in experiment.tables(config, metrics):
+    tables, claims = experiment.judged(one.size, metrics)
+    for table in tables:
         print(f"\n{table}")
     print()
-    for claim in experiment.claims(config, metrics):
+    for claim in claims:
         print(claim)
     if experiment.figure is not None:
         path = place.results / "figures" / f"{file_name(one.label)}-{one.size}"
@@ -178,7 +179,7 @@ def _device(text: str) -> str:
         torch.empty(0, device=text)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         reason = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"{text!r} is not to be had here: {reason}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not available here: {reason}") from error
     return text
 
 

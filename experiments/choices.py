@@ -31,6 +31,7 @@ from curvlab.nets import (
     vit_cifar,
 )
 from curvlab.tasks import (
+    MNIST_NORMALISATION,
     Samples,
     Task,
     cifar10,
@@ -46,6 +47,10 @@ Stream = Callable[[bool, Path | None], list[Task]]  # embedded?, folder of the f
 
 def _rotated(embedded: bool, data: Path | None) -> list[Task]:
     return rotated_mnist(None if embedded else mnist(data))
+
+
+def _normalised(embedded: bool, data: Path | None) -> list[Task]:
+    return rotated_mnist(None if embedded else mnist(data), normalise=MNIST_NORMALISATION)
 
 
 def _rotated_20(embedded: bool, data: Path | None) -> list[Task]:
@@ -78,6 +83,7 @@ def _cifar100(embedded: bool, data: Path | None) -> list[Task]:
 
 STREAMS: dict[str, Stream] = {
     "rotated_mnist": _rotated,
+    "rotated_mnist_normalised": _normalised,
     "rotated_mnist_20": _rotated_20,
     "split_cifar10": _cifar10,
     "split_cifar10_pixels": _pixels,

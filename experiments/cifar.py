@@ -4,18 +4,18 @@ Choices that the paper leaves open: BatchNorm's statistics are those of the firs
 would leak through them otherwise); no augmentation, no normalisation; rates decay by 0.1.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from experiments.choices import Algorithm
 from experiments.experiment import BySeed
-from experiments.rotated import lower_rows, square
+from experiments.rotated import frozen, lower_rows, square
 from experiments.shelf import Shelf, Training
-from experiments.tables import Claim, Metrics, claim
+from experiments.tables import Metrics
+from experiments.verdicts import first_reason, unlearned
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,22 @@ def measure(networks: Sequence[Network], seeds: Sequence[int], shelf: Shelf) -> 
                 "accuracy": lower_rows(run.test_accuracy),
                 "directions": [note.get("directions", 0) for note in run.notes[:-1]],
                 "parameters": run.initial.numel(),
+                "frozen": frozen(shelf, training, run),
+                "unconverged": sum(
+                    note["k"] - note["converged"] for note in run.notes if "converged" in note
+                ),
             }
     return metrics
+
+
+def guard(metrics: BySeed, rows: Iterable[str]) -> str:
+    """Why forgetting in ``rows`` would say nothing; empty where all learned every task."""
+    return first_reason(*(unlearned(row, [one[row] for one in metrics.values()]) for row in rows))
+
+
+def by_seed(metrics: BySeed, row: str, value: Callable[[Tensor], Tensor]) -> dict[int, float]:
+    """A number of every seed's accuracy matrix ``(T, T)``."""
+    return {seed: float(value(square(one[row]["accuracy"]))) for seed, one in metrics.items()}
 
 
 def caption(networks: Sequence[Network], metrics: BySeed) -> str:
@@ -82,30 +96,3 @@ def caption(networks: Sequence[Network], metrics: BySeed) -> str:
 def accuracies(metrics: BySeed, row: str) -> Tensor:
     """The matrices ``(S, T, T)`` of a row."""
     return torch.stack([square(entry[row]["accuracy"]) for entry in metrics.values()])
-
-
-def ordered(
-    text: str, by_row: Mapping[str, Tensor], rows: Sequence[str], *, rising: bool = False
-) -> Claim:
-    """The claim that a quantity falls strictly (or rises) from each of ``rows`` to the next.
-
-    Args:
-        text: The claim.
-        by_row: The quantity of each seed, ``(S,)``, by row.
-        rows: In the order in which the text names them. What is claimed of the means is also
-            counted over the seeds: a difference of means between few seeds proves little.
-    """
-    values = [by_row[row] for row in rows]
-
-    def before(first: Tensor, second: Tensor) -> Tensor:
-        return first < second if rising else first > second
-
-    found = claim(
-        text,
-        [float(value.mean()) for value in values],
-        lambda *means: all(
-            bool(before(a, b)) for a, b in pairwise(torch.tensor(means, dtype=torch.float64))
-        ),
-    )
-    holds = torch.stack([before(a, b) for a, b in pairwise(values)]).all(0)
-    return replace(found, measured=f"{found.measured}; in {int(holds.sum())} of {len(holds)} seeds")

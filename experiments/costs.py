@@ -1,4 +1,4 @@
-"""What experiments took, from the seconds in result lines: measured in place of guessed."""
+"""What experiments took, from the processor seconds in result lines: measured, not guessed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ PARTS = ("train_seconds", "after_task_seconds", "evaluate_seconds")
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of all seeds of one experiment at one size, as its runs were trained.
+    """Processor seconds of all seeds of one experiment at one size, as its runs were trained.
 
     Attributes:
         seeds: How many.
@@ -52,10 +52,14 @@ def spent(results: Sequence[Result], experiment: Experiment, size: str) -> Spent
     }
     if not own:
         return None
-    needed = () if experiment.trainings is None else experiment.trainings(config)
-    shares = [_share(results, training, own) for training in dict.fromkeys(needed)]
+    needed = dict.fromkeys(() if experiment.trainings is None else experiment.trainings(config))
+    shares = [_share(results, training, own) for training in needed]
     known = [share for share in shares if share is not None]
+    # what they branch from is a training of its own; older results have none
+    first = [_share(results, one, own) for one in dict.fromkeys(t.first_task() for t in needed)]
     training = sum(known) if len(known) == len(shares) else None
+    if training is not None:
+        training += sum(share for share in first if share is not None)
     return Spent(len(own), sum(own.values()), training)
 
 
@@ -76,8 +80,11 @@ def _share(results: Sequence[Result], training: Training, seeds: Iterable[int]) 
 
 
 def _noted(metrics: Mapping[str, Any]) -> float:
-    parts = [note.get(part, 0.0) for note in metrics.get("notes", ()) for part in PARTS]
-    return float(sum(parts))
+    """Processor seconds; of older results, which do not have them, seconds on the clock."""
+    notes = metrics.get("notes", ())
+    if any("cpu_seconds" in note for note in notes):
+        return float(sum(note.get("cpu_seconds", 0.0) for note in notes))
+    return float(sum(note.get(part, 0.0) for note in notes for part in PARTS))
 
 
 def duration(seconds: float) -> str:

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.shelf import Shelf, Training
-from experiments.tables import Claim, Metrics, Table
+from experiments.tables import Metrics, Table
+from experiments.verdicts import Claim, Quote, untested
 
-# "few" is the paper's size with fewer seeds for the learners that cost most.
-SIZES = ("demo", "scaled", "few", "full")
+# The last three are the paper's size: "few" leaves out parts that would take longest and says
+# which, "raw" has inputs in 0..1 where "full" has them normalised, which fits the paper better.
+SIZES = ("demo", "scaled", "few", "raw", "full")
+PAPERS = ("few", "raw", "full")
 SEEDS = (11, 13, 21, 33, 55)  # the paper's
 
 BySeed = Mapping[int, Metrics]
@@ -29,11 +32,13 @@ class Experiment:
         what: One line.
         data: ``"none"``, ``"mnist"``, ``"cifar10"`` or ``"cifar100"``; what ``scaled`` and ``full``
             read from files (``demo`` takes embedded data).
-        sizes: ``"demo"``, ``"scaled"``, ``"few"``, ``"full"`` to the module's frozen ``Config``.
+        sizes: Names of ``SIZES`` to the module's frozen ``Config``.
         run: ``(config, seeds, shelf)`` to the metrics of each seed, which may not depend on the
             other seeds.
         tables: ``(config, metrics by seed)`` to tables.
-        claims: ``(config, metrics by seed)`` to the paper's claims with verdicts.
+        claims: ``(config, metrics by seed, tables)`` to verdicts on ``quotes`` and on checks of our
+            own.
+        quotes: What the paper states under these labels; those without a verdict are not tested.
         cost: A size to what it takes: ``"2 min"``, ``"1 h on one A100 (estimate, not run)"``.
         figure: ``(config, metrics by seed, path)`` draws ``path.png`` and ``path.pdf`` (the path
             comes without a suffix); ``None`` where the paper has a table only.
@@ -49,12 +54,22 @@ class Experiment:
     sizes: Mapping[str, Any]
     run: Callable[[Any, Sequence[int], Shelf], dict[int, Metrics]]
     tables: Callable[[Any, BySeed], list[Table]]
-    claims: Callable[[Any, BySeed], list[Claim]]
+    claims: Callable[[Any, BySeed, list[Table]], list[Claim]]
+    quotes: tuple[Quote, ...] = ()
     cost: Mapping[str, str] = field(default_factory=dict)
     figure: Callable[[Any, BySeed, Path], None] | None = None
     trainings: Callable[[Any], Sequence[Training]] | None = None
     also: tuple[str, ...] = ()
     version: str = "1"
+
+    def judged(self, size: str, metrics: BySeed) -> tuple[list[Table], list[Claim]]:
+        """Tables, and a verdict on every statement of the paper and every check of our own."""
+        config = self.sizes[size]
+        tables = self.tables(config, metrics)
+        found = self.claims(config, metrics, tables)
+        known = {claim.says for claim in found}
+        rest = [untested(quote, "not run") for quote in self.quotes if quote not in known]
+        return tables, [*found, *rest]
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from experiments.figures import curve, panels, save
 from experiments.paper import HIGH
 from experiments.rotated import DEMO, FULL, SMALL, Rotated, forgotten, learned, outcome, square
 from experiments.shelf import Shelf, Training
-from experiments.tables import Claim, Metrics, Table, claim
+from experiments.tables import Metrics, Table
+from experiments.verdicts import Claim, holds
 
 
 @dataclass(frozen=True)
@@ -126,17 +127,18 @@ def tables(config: Listing, metrics: BySeed) -> list[Table]:
     return [table]
 
 
-def claims(config: Listing, metrics: BySeed) -> list[Claim]:
-    [table] = tables(config, metrics)
+def claims(config: Listing, metrics: BySeed, tables: list[Table]) -> list[Claim]:
+    del metrics
+    [table] = tables
     lost = {entry: table.mean(row_of(entry), "E(T)") for entry in config.entries}
     told = [value for entry, value in lost.items() if entry.told]
     sgd = [value for entry, value in lost.items() if entry.learner == SGD]
     others = [v for entry, v in lost.items() if not entry.told and entry.learner != SGD]
     return [
-        claim("strict parameter isolation forgets nothing at all", told or [float("nan")],
-              lambda *e: max(map(abs, e)) == 0.0, ours=True),
-        claim("every method that is not told the task forgets less than SGD (SGD's last)",
-              [*others, *sgd], lambda *e: max(e[:-1]) < e[-1], ours=True),
+        holds("strict parameter isolation forgets nothing at all", told,
+              lambda *e: max(map(abs, e)) == 0.0),
+        holds("every method that is not told the task forgets less than SGD (SGD's last)",
+              [*others, *sgd], lambda *e: max(e[:-1]) < e[-1]),
     ]  # fmt: skip
 
 

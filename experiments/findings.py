@@ -10,7 +10,8 @@ from experiments.costs import Spent, spent
 from experiments.experiment import SIZES, Experiment, file_name
 from experiments.runner import results_of
 from experiments.store import Result, Store
-from experiments.tables import Claim, Table
+from experiments.tables import Table
+from experiments.verdicts import Claim
 
 # What guessing gives. A learner that covered less than a third of the way from there to 1 has
 # little to forget; the paper's own CIFAR runs cover about 0.4 of it.
@@ -77,9 +78,8 @@ def findings_of(store: Store, experiment: Experiment) -> list[Finding]:
         results = results_of(store, experiment, size)
         took = spent(lines, experiment, size) if results else None
         if took is not None:
-            config = experiment.sizes[size]
             metrics = {seed: result.metrics for seed, result in results.items()}
-            tables, claims = experiment.tables(config, metrics), experiment.claims(config, metrics)
+            tables, claims = experiment.judged(size, metrics)
             found.append(Finding(experiment, size, results, tables, claims, took))
     return found
 

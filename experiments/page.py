@@ -7,18 +7,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from experiments.costs import count, duration
-from experiments.experiment import SIZES, Experiment
+from experiments.experiment import PAPERS, SIZES, Experiment
 from experiments.figures import DPI
 from experiments.findings import Finding
 from experiments.markup import Markup, joined, table, tag
 from experiments.paper import published
 from experiments.provenance import provenance, runs, unused
 from experiments.store import Result
-from experiments.tables import Cell, Claim, Table, format_pair
+from experiments.tables import Cell, Table, format_pair
+from experiments.verdicts import VERDICTS, Claim, untested
 
 TITLE = "Towards guarantees for parameter isolation in continual learning: what reproduces"
-SIGNS = {"agree": "✓ agrees", "disagree": "✗ disagrees", "not tested": "○ not tested"}
-STYLES = {"agree": "agree", "disagree": "disagree", "not tested": "untested"}
+SIGNS = {"agree": "✓ agrees", "disagree": "✗ disagrees", "undecided": "~ undecided",
+         "not tested": "○ not tested"}  # fmt: skip
+LEGEND = (
+    "✓ agrees; ✗ disagrees; ~ undecided: seeds disagree, there is one seed only, or the answer "
+    "depends on a choice that the paper leaves open; ○ not tested: not run, run at a smaller size "
+    "only, or a learner in it learned no more than a frozen network knows. ⚠ learned so little "
+    "that forgetting says nothing. A number in a table leads to the command that made it. Core "
+    "time includes trainings, which labels share."
+)
+STYLES = {"agree": "agree", "disagree": "disagree", "undecided": "undecided",
+          "not tested": "untested"}  # fmt: skip
 
 
 def page(
@@ -60,12 +70,24 @@ def _head() -> Markup:
     )
 
 
+def _counted(experiment: Experiment, found: list[Finding]) -> list[Claim]:
+    """The paper's statements with the verdicts that count: of results at the paper's size.
+
+    A smaller network or stream can neither confirm nor refute what is said of a larger one.
+    """
+    if found and found[0].size in PAPERS:
+        return [claim for claim in found[0].claims if not claim.ours]
+    why = f"only at size {found[0].size}" if found else "not run"
+    return [untested(quote, why) for quote in experiment.quotes]
+
+
 def _top(
     experiments: Sequence[Experiment], findings: Mapping[str, list[Finding]]
 ) -> Iterator[Markup]:  # fmt: skip
-    """The verdict: a sentence, a table, and every disagreement by name."""
+    """The verdict: a sentence, a table, and every disagreement with its reading."""
     best = [found[0] for found in findings.values() if found]
-    verdicts = Counter(c.verdict for found in best for c in found.claims if not c.ours)
+    counted = {one.label: _counted(one, findings[one.label]) for one in experiments}
+    verdicts = Counter(claim.verdict for claims in counted.values() for claim in claims)
     own = Counter(c.verdict for found in best for c in found.claims if c.ours)
     yield tag("h1", TITLE)
     yield tag("p", "Every table and figure of arXiv 2310.01165, measured again with curvlab.",
@@ -73,38 +95,56 @@ def _top(
     if not best:
         yield tag("p", "There are no results yet. ", tag("code", "python -m experiments run all"),
                   " makes those of the smallest size.", class_="lead")  # fmt: skip
-    else:
-        yield tag(
-            "p",
-            f"Of {sum(verdicts.values())} claims of the paper ",
-            tag("strong", f"{verdicts['agree']} agree", class_="agree"), ", ",
-            tag("strong", f"{verdicts['disagree']} disagree", class_="disagree"),
-            f" and {verdicts['not tested']} are not tested, in {len(best)} of {len(experiments)} "
-            "experiments.",
-            f" Of {own.total()} checks beyond the paper {own['agree']} hold." if own else None,
-            class_="lead",
-        )  # fmt: skip
-        full = sum(found.size == "full" for found in best)
-        yield tag("p", f"{full} experiments are of the paper's size (full). The others are "
-                  "smaller: their claims count, their numbers need not match the paper's.",
+    yield tag(
+        "p",
+        f"Of {verdicts.total()} statements of the paper, at its own size, ",
+        tag("strong", f"{verdicts['agree']} agree", class_="agree"), " with our results, ",
+        tag("strong", f"{verdicts['disagree']} disagree", class_="disagree"), ", ",
+        tag("strong", f"{verdicts['undecided']} are undecided", class_="undecided"),
+        f" and {verdicts['not tested']} are not tested.",
+        class_="lead",
+    )  # fmt: skip
+    if own:
+        yield tag("p", f"Apart from these, {own['agree']} of {own.total()} checks of our own hold.",
                   class_="soft")  # fmt: skip
-    head = ("Label", "Claims", "Size", "Seeds", "Learned (a_tt)", "Time")
+    head = ("Label", "The paper's statements", "Our checks", "Size", "Seeds", "Learned (a_tt)",
+            "Core time")  # fmt: skip
     yield tag("h2", "Verdict", id="verdict")
-    yield table(head, [_verdict(one, findings[one.label]) for one in experiments])
-    yield tag("p", "✓ agrees, ✗ disagrees, ○ not tested; ⚠ learned so little that forgetting "
-              "says nothing. A number in a table leads to the command that made it. Times "
-              "include trainings, which experiments share.",
-              class_="soft")  # fmt: skip
-    wrong = [(found, claim) for found in best for claim in found.claims
-             if claim.verdict == "disagree"]  # fmt: skip
-    if wrong:
-        yield tag("h2", "What disagrees")
-        items = [tag("li", tag("a", found.experiment.label, href=f"#{found.anchor}"),
-                     f": {_text(claim)} ({claim.measured})")
-                 for found, claim in wrong]  # fmt: skip
-        yield tag("ul", *items)
+    yield table(head, [
+        _verdict(one, findings[one.label], counted[one.label]) for one in experiments
+    ])  # fmt: skip
+    yield tag("p", LEGEND, class_="soft")
+    for verdict, title in (("disagree", "What disagrees"), ("undecided", "What is undecided")):
+        yield from _listed(verdict, title, experiments, findings, counted)
     if missing := [one for one in experiments if not findings[one.label]]:
         yield _not_run(missing)
+
+
+def _listed(
+    verdict: str,
+    title: str,
+    experiments: Sequence[Experiment],
+    findings: Mapping[str, list[Finding]],
+    counted: Mapping[str, list[Claim]],
+) -> Iterator[Markup]:
+    """The statements of one verdict, each with the figures and the reading behind it."""
+    items = [
+        tag("li", tag("a", one.label, href=f"#{findings[one.label][0].anchor}"), ": ",
+            *_statement(claim))
+        for one in experiments
+        for claim in counted[one.label]
+        if claim.verdict == verdict
+    ]  # fmt: skip
+    if items:
+        yield tag("h2", title)
+        yield tag("ul", *items)
+
+
+def _statement(claim: Claim) -> list[object]:
+    """The words, then figures and reading."""
+    reading = f" Read as: {claim.reading}." if claim.reading else ""
+    return [_dagger(str(claim.says)), tag("span", f" Measured: {claim.measured}.{reading}",
+                                          class_="soft")]  # fmt: skip
 
 
 def _not_run(experiments: Iterable[Experiment]) -> Markup:
@@ -127,24 +167,32 @@ def _papers_size(experiment: Experiment) -> Markup:
     return tag("p", "The paper's size: ", _command(experiment, "full"), class_="soft")
 
 
-def _verdict(experiment: Experiment, found: list[Finding]) -> list[object]:
+def _verdict(
+    experiment: Experiment, found: list[Finding], counted: Sequence[Claim]
+) -> list[object]:
     names = joined([joined([tag("wbr"), name]) for name in experiment.labels], ", ")
+    marks = _marks(counted)
     if not found:
-        return [names, tag("span", "not run", class_="untested"), *["–"] * 4]
+        return [names, marks, "", tag("span", "not run", class_="untested"), *["–"] * 3]
     first = found[0]
-    counts = Counter(claim.verdict for claim in first.claims)
-    marks = [
-        tag("span", f"{sign[0]} {counts[verdict]}", class_=f"count {STYLES[verdict]}", title=sign)
-        for verdict, sign in SIGNS.items()
-        if counts[verdict]
-    ]
     accuracies, low = first.learned()
     learned: object = ""
     if accuracies:
         span = f"{min(accuracies):.2f} to {max(accuracies):.2f}"
         learned = tag("span", f"⚠ {span}: barely", class_="warning") if low else span
-    return [tag("a", names, href=f"#{first.anchor}"), joined(marks), first.size,
-            len(first.results), learned, duration(first.spent.total)]  # fmt: skip
+    own = _marks([claim for claim in first.claims if claim.ours])
+    return [tag("a", names, href=f"#{first.anchor}"), marks, own, first.size, len(first.results),
+            learned, duration(first.spent.total)]  # fmt: skip
+
+
+def _marks(claims: Sequence[Claim]) -> Markup:
+    counts = Counter(claim.verdict for claim in claims)
+    return joined(
+        tag("span", f"{SIGNS[verdict][0]} {counts[verdict]}", class_=f"count {STYLES[verdict]}",
+            title=SIGNS[verdict])
+        for verdict in VERDICTS
+        if counts[verdict]
+    )  # fmt: skip
 
 
 def _section(experiment: Experiment, found: list[Finding], pictures: Mapping[str, bytes]) -> Markup:
@@ -172,22 +220,26 @@ def _body(found: Finding, pictures: Mapping[str, bytes]) -> Iterator[Markup]:
     if low:
         yield tag("p", "⚠ Some rows have a_tt not far above chance: they learned little, so little "
                   "forgetting is no merit of theirs.", class_="warning")  # fmt: skip
-    items = [
-        tag("li", tag("span", SIGNS[claim.verdict], class_=f"verdict {STYLES[claim.verdict]}"),
-            _text(claim), tag("span", f" ({claim.measured})", class_="soft"))
-        for claim in found.claims
-    ]  # fmt: skip
-    if items:
-        yield tag("ul", *items, class_="claims")
+    small = found.size not in PAPERS
+    if small and found.experiment.quotes:
+        yield tag("p", "Smaller than the paper's: what follows is not counted for or against it.",
+                  class_="soft")  # fmt: skip
+    for ours in (False, True):
+        items = [
+            tag("li", tag("span", SIGNS[claim.verdict], class_=f"verdict {STYLES[claim.verdict]}"),
+                *_statement(claim))
+            for claim in found.claims
+            if claim.ours == ours
+        ]  # fmt: skip
+        if items and ours:
+            yield tag("p", "Checks of our own:", class_="soft")
+        if items:
+            yield tag("ul", *items, class_="claims")
     for one in found.tables:
         yield _table(one, found)
     if found.anchor in pictures:
         yield _figure(found, pictures[found.anchor])
     yield provenance(found)
-
-
-def _text(claim: Claim) -> str:
-    return _dagger(f"beyond the paper: {claim.text}" if claim.ours else claim.text)
 
 
 def _dagger(text: str) -> str:

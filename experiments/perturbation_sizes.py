@@ -6,6 +6,7 @@ around the first task's solution.
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,7 +18,13 @@ from experiments.figures import curve, panels, save
 from experiments.perturbation import MEASURES, floats
 from experiments.rotated import learned
 from experiments.shelf import Shelf, Training
-from experiments.tables import Claim, Metrics, Table, claim
+from experiments.tables import Metrics, Table
+from experiments.verdicts import Claim, Quote, Values, holds, ordered, untested
+
+HIGHER = Quote("Appendix C", "as the network size increases, the perturbation score converges to 1 "
+               "for higher values of r")  # fmt: skip
+PROPORTION = Quote("Section 5.1", "the size of the ball B appears to be stable, while increasing "
+                   "proportionally to the network size")  # fmt: skip
 
 NAMES = ("MLP", "ViT", "ResNet")  # in the order of the figure
 
@@ -55,30 +62,36 @@ def tables(config: Config, metrics: BySeed) -> list[Table]:
         group = [one[name] for one in metrics.values()]
         table.add(name, "parameters", [one["parameters"] for one in group])
         for key, words in MEASURES.items():
-            reaches = floats([one["tasks"][0][key]["reach"] for one in group])
+            measured = [one["tasks"][0][key] for one in group if key in one["tasks"][0]]
+            reaches = floats([one["reach"] for one in measured])
             known = [reach for reach in reaches if not math.isnan(reach)]
             table.add(name, f"reach, {words}", known)
         table.add(name, "a_tt", [learned(one) for one in group])
     return [table]
 
 
-def claims(config: Config, metrics: BySeed) -> list[Claim]:
-    [table] = tables(config, metrics)
+def claims(config: Config, metrics: BySeed, tables: list[Table]) -> list[Claim]:
+    del config
+    [table] = tables
     rows = sorted(table.rows, key=lambda row: table.mean(row, "parameters"))
-    sizes = [table.mean(row, "parameters") for row in rows]
-    order = ", ".join(f"{row} of {size:,.0f}" for row, size in zip(rows, sizes, strict=True))
-    found = []
-    for key, words in MEASURES.items():
-        ours = key != "loss"
-        reaches = [table.mean(row, f"reach, {words}") for row in rows]
-        density = [reach / size for reach, size in zip(reaches, sizes, strict=True)]
-        found += [
-            claim(f"{words}: the ball grows with the network ({order} parameters)", reaches,
-                  lambda *r: all(a < b for a, b in pairwise(r)), ours=ours),
-            claim(f"{words}: in proportion to its parameters (radius / P within a factor 3)",
-                  density, lambda *d: max(d) <= 3.0 * min(d), ours=ours),
-        ]  # fmt: skip
-    return found
+    order = ", ".join(f"{row} of {table.mean(row, 'parameters'):,.0f}" for row in rows)
+
+    def reach(name: str) -> Values:
+        found = {seed: one[name]["tasks"][0].get("bounded") for seed, one in metrics.items()}
+        return {seed: floats([one["reach"]])[0] for seed, one in found.items() if one}
+
+    if not all(reach(row) for row in rows):
+        why = "measured without a bound on the loss only"
+        return [untested(quote, why) for quote in (HIGHER, PROPORTION)]
+    density = [
+        statistics.fmean(reach(row).values()) / table.mean(row, "parameters") for row in rows
+    ]
+    return [
+        ordered(HIGHER, [(reach(a), reach(b)) for a, b in pairwise(rows)],
+                reading=f"{order} parameters; bounded loss, after the first task"),
+        holds(PROPORTION, density, lambda *d: max(d) <= 3.0 * min(d),
+              reading="radius / P within a factor 3; bounded loss, after the first task"),
+    ]  # fmt: skip
 
 
 def figure(config: Config, metrics: BySeed, path: Path) -> None:
@@ -86,12 +99,14 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
     for axis, name, one in zip(axes, NAMES, config.networks, strict=True):
         group = [entry[name] for entry in metrics.values()]
         for style, (key, words) in enumerate(MEASURES.items()):
-            curves = [floats(entry["tasks"][0][key]["mean"]) for entry in group]
-            curve(axis, one.radii, curves, style, words)
+            measured = [entry["tasks"][0][key] for entry in group if key in entry["tasks"][0]]
+            if measured:
+                curves = [floats(entry["mean"]) for entry in measured]
+                curve(axis, one.radii, curves, style, words)
         axis.axhline(1.0, color="#8c510a", ls="--", lw=1)
         axis.set(xscale="log", yscale="log", xlabel="radius r", ylabel="s(r)")
         axis.set(title=f"{name}, {group[0]['parameters']:,} parameters")
-    axes[0].legend(title="change of the", fontsize=8)
+    axes[-1].legend(title="change of the", fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     save(plots, path)
 
 
@@ -103,6 +118,7 @@ EXPERIMENT = Experiment(
     run=run,
     tables=tables,
     claims=claims,
+    quotes=(HIGHER, PROPORTION),
     figure=figure,
     trainings=trainings,
     cost={

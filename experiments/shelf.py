@@ -126,18 +126,23 @@ class Shelf:
         except StorageError as error:
             raise StorageError(f"{error}. Delete the file, and the run is trained again") from error
 
-    def hessian_samples(self, training: Training, seed: int, task: int) -> Samples:
+    def hessian_samples(
+        self, training: Training, seed: int, task: int, drawn_for: str = "hessian"
+    ) -> Samples:
         """The random training samples of a task on which its Hessian is taken.
 
-        They are those that SGD-dagger takes for the same seed and task.
+        They are those that SGD-dagger takes for the same seed and task, or with ``"ogd"`` those
+        whose gradients OGD stores.
         """
         train = self.tasks(training)[task].train
-        generator = derived_generator(seed, "hessian", task)
+        generator = derived_generator(seed, drawn_for, task)
         return subset(train, min(training.samples, len(train)), seed=generator).to(self.device)
 
-    def hessian(self, training: Training, run: Run, task: int) -> Hessian:
+    def hessian(
+        self, training: Training, run: Run, task: int, drawn_for: str = "hessian"
+    ) -> Hessian:
         """H_o at theta_o."""
-        chosen = self.hessian_samples(training, run.seed, task)
+        chosen = self.hessian_samples(training, run.seed, task, drawn_for)
         model = self.model_after(training, run, task)
         return Hessian(model, cross_entropy, (chosen.inputs, chosen.targets))
 

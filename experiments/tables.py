@@ -1,14 +1,13 @@
-"""Tables beside the paper's numbers, and its claims as checks.
+"""Tables beside the paper's numbers.
 
 A cell holds its samples, one per seed (and per task pair where the paper averages over those too),
-and prints as mean ± standard deviation with the published figure behind it. A claim is a sentence
-of the paper with a verdict: ``agree``, ``disagree`` or ``not tested``.
+and prints as mean ± standard deviation with the published figure behind it.
 """
 
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,35 +91,6 @@ class Table:
                     [self.label, name, column, cell.mean, cell.std, len(cell.samples), *theirs]
                 )
         return out.getvalue()
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A sentence of the paper, or a check of our own, and what the results say to it."""
-
-    text: str
-    verdict: str  # agree, disagree, not tested
-    measured: str
-    ours: bool = False  # not in the paper, or of a network or stream that it does not have
-
-    def __str__(self) -> str:
-        return f"  {self.verdict:<10} {self.text} ({self.measured})"
-
-
-def claim(
-    text: str, values: Sequence[float], holds: Callable[..., bool], *, ours: bool = False
-) -> Claim:
-    """Judge ``holds(*values)``; a missing (NaN) value makes the claim ``not tested``."""
-    measured = ", ".join(map(_brief, values))
-    if any(math.isnan(value) for value in values):
-        return Claim(text, "not tested", measured, ours)
-    return Claim(text, "agree" if holds(*values) else "disagree", measured, ours)
-
-
-def _brief(value: float) -> str:
-    if math.isnan(value):
-        return "none"
-    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def format_pair(mean: float, std: float) -> str:

@@ -20,7 +20,8 @@ from experiments.experiment import Experiment
 from experiments.runner import Place, Work, measure, results_of, shard, trainings_of
 from experiments.shelf import LABEL, Shelf, Training
 from experiments.store import Store
-from experiments.tables import Table, claim
+from experiments.tables import Table
+from experiments.verdicts import holds
 
 ROOT = Path(__file__).parent.parent
 TINY = Training(
@@ -49,9 +50,9 @@ def tables(_config, metrics):
     return [table]
 
 
-def claims(_config, metrics):
+def claims(_config, metrics, _tables):
     values = [one["accuracy"] for one in metrics.values()]
-    return [claim("accuracy is a share", values, lambda *a: all(0 <= value <= 1 for value in a))]
+    return [holds("accuracy is a share", values, lambda *a: all(0 <= value <= 1 for value in a))]
 
 
 def experiment(label="tab:tiny", training=TINY, power=1, **changes):
@@ -175,7 +176,7 @@ def test_shards_of_two_machines_merge_to_the_whole(tmp_path, capsys):
         (["run", "tab:tiny", "--shard", "3/2"], "needs 1 <= I <= N; got '3/2'"),
         (["run", "tab:tiny", "--shard", "half"], "reads I/N, such as 1/4"),
         (["run", "tab:tiny", "--jobs", "0"], "must be 1 or more; got '0'"),
-        (["run", "tab:tiny", "--device", "gpu"], "'gpu' is not to be had here"),
+        (["run", "tab:tiny", "--device", "gpu"], "'gpu' is not available here"),
     ],
 )
 def test_a_wrong_argument_is_answered_with_advice(arguments, advice, tmp_path, capsys):

@@ -12,6 +12,7 @@ from experiments.registry import EXPERIMENTS, find
 from experiments.runner import results_of
 from experiments.shelf import LABEL
 from experiments.store import COMMITTED, Store
+from experiments.verdicts import VERDICTS
 
 LABELS = [
     "fig:cartoon_forgetting",
@@ -69,14 +70,14 @@ def test_the_committed_results_make_the_page_without_data_or_training(store, tmp
         for found in findings_of(store, one):
             assert f'id="{found.anchor}"' in text
             for claim in found.claims:
-                assert claim.verdict in ("agree", "disagree", "not tested")
+                assert claim.verdict in VERDICTS
             for name, _ in found.files():
                 assert (out / "tables" / f"{name}.csv").stat().st_size > 0
             if one.figure is not None:
                 assert (out / "figures" / f"{found.anchor}.png").stat().st_size > 5000
                 assert (out / "figures" / f"{found.anchor}.pdf").stat().st_size > 5000
     assert not (folder / "runs").exists()
-    assert re.search(r"Of \d+ claims of the paper", text)
+    assert re.search(r"Of \d+ statements of the paper", text)
 
 
 def test_every_label_of_the_paper_is_answered_once():

@@ -16,7 +16,8 @@ from experiments.registry import EXPERIMENTS
 from experiments.report import write
 from experiments.shelf import Training
 from experiments.store import Store, StoreError, make_result
-from experiments.tables import Claim, Table, claim
+from experiments.tables import Table
+from experiments.verdicts import Claim, Quote, holds
 
 PAPER = "tab:VOC"  # a label with published numbers
 ROW = "lr 1e-5, GPM"
@@ -37,12 +38,16 @@ def tables(_config, metrics):
     return [found]
 
 
-def claims(_config, metrics):
+HALF, ZERO = Quote("Section 1", "below one half"), Quote("tab:VOC", "below zero", "GPM")
+MARS, MOON = Quote("Section 2", "on Mars"), Quote("Section 2", "on the Moon")
+
+
+def claims(_config, metrics, _tables):
     values = [one["vnc"] for one in metrics.values()]
     return [
-        claim("below one half", values, lambda *v: max(v) < 0.5),
-        claim("below zero", values, lambda *v: max(v) < 0.0),
-        Claim("on Mars", "not tested", "-"),
+        holds(HALF, values, lambda *v: max(v) < 0.5),
+        holds(ZERO, values, lambda *v: max(v) < 0.0, reading="the mean"),
+        Claim(MOON, "undecided", "-"),
     ]
 
 
@@ -55,7 +60,8 @@ def figure(_config, metrics, path):
 def experiment(label=PAPER, **changes):
     sizes = {"demo": Config(steps=1), "scaled": Config(steps=5), "full": Config(steps=10)}
     facts = {"what": "a test", "data": "mnist", "sizes": sizes, "cost": {"demo": "2 s"}}
-    functions = {"run": lambda *_: {}, "tables": tables, "claims": claims, "figure": figure}
+    functions = {"run": lambda *_: {}, "tables": tables, "claims": claims, "figure": figure,
+                 "quotes": (HALF, ZERO, MARS, MOON)}  # fmt: skip
     return Experiment(label=label, **(facts | functions | changes))
 
 
@@ -109,15 +115,21 @@ def test_an_empty_store_makes_a_page_that_says_how_to_begin(tmp_path):
     assert not (tmp_path / "none").exists(), "a page may not write into the results"
 
 
-def test_the_verdict_counts_every_claim_of_the_largest_size(tmp_path):
+def test_the_verdict_counts_every_statement_also_of_labels_that_were_not_run(tmp_path):
     store, one = Store(tmp_path / "r"), experiment()
     add(store, one, "full")
-    text, _ = page(store, tmp_path / "out", one, experiment("tab:other-arch"))
-    assert "Of 3 claims of the paper" in text
+    text, read = page(store, tmp_path / "out", one, experiment("tab:other-arch"))
+    assert "Of 8 statements of the paper, at its own size" in text
     assert "1 agree<" in text
     assert "1 disagree<" in text
-    assert "and 1 are not tested, in 1 of 2 experiments" in text
+    assert "1 are undecided<" in text
+    assert "and 5 are not tested." in text, "one without a verdict, four of the label not run"
+    marks = re.findall(r'class="count (\w+)" title="[^"]*">. (\d+)', text)
+    counts = {style: sum(int(n) for s, n in marks if s == style) for style, _ in marks}
+    assert counts == {"agree": 1, "disagree": 1, "undecided": 1, "untested": 5}
     assert "What disagrees" in text
+    assert "“below zero” (tab:VOC): GPM" in " ".join(read.texts)
+    assert "Read as: the mean." in text
     assert text.index("What disagrees") < text.index("python -m it"), "disagreements stand on top"
     assert "1 experiment not run" in text
 
@@ -142,15 +154,15 @@ def test_ours_stands_beside_the_papers_with_the_command_that_made_it(tmp_path):
 
 
 def test_checks_beyond_the_paper_are_not_counted_as_the_papers(tmp_path):
-    def with_own(config, metrics):
-        return [*claims(config, metrics), Claim("not vacuous", "agree", "0.9", ours=True)]
+    def with_own(*known):
+        return [*claims(*known), Claim("not vacuous", "agree", "0.9")]
 
     store, one = Store(tmp_path / "r"), experiment(claims=with_own)
     add(store, one, "full")
     text, _ = page(store, tmp_path / "out", one)
-    assert "Of 3 claims of the paper" in text
-    assert "Of 1 checks beyond the paper 1 hold" in text
-    assert "beyond the paper: not vacuous" in text
+    assert "Of 4 statements of the paper" in text
+    assert "Apart from these, 1 of 1 checks of our own hold" in text
+    assert text.index("Checks of our own") < text.index("not vacuous")
 
 
 def test_numbers_of_smaller_sizes_are_not_called_near(tmp_path):
@@ -158,6 +170,8 @@ def test_numbers_of_smaller_sizes_are_not_called_near(tmp_path):
     add(store, one, "scaled")
     text, read = page(store, tmp_path / "out", one)
     assert "≈" not in text
+    assert "and 4 are not tested." in text, "nor do their verdicts count"
+    assert "Smaller than the paper" in text
     assert f"python -m experiments run {PAPER} --size full --data DIR" in read.texts
 
 
@@ -167,7 +181,6 @@ def test_of_several_sizes_the_largest_is_shown_and_the_others_are_folded(tmp_pat
     add(store, one, "scaled", seeds=(11,), vnc=0.3)
     text, read = page(store, tmp_path / "out", one)
     assert [found.size for found in findings_of(store, one)] == ["scaled", "demo"]
-    assert "Of 3 claims" in text, "those of the folded size are not counted"
     shown, folded = text.split("the same at size demo, 2 seeds")
     assert "0.300" in shown
     assert "0.700" in folded
@@ -221,6 +234,7 @@ def test_everything_is_escaped(tmp_path):
     one = experiment(
         HOSTILE, what=HOSTILE, also=(HOSTILE + "2",), cost={"demo": HOSTILE},
         tables=hostile_tables, claims=lambda *_: [Claim(HOSTILE, "disagree", HOSTILE)],
+        quotes=(Quote(HOSTILE, HOSTILE, HOSTILE),),
     )  # fmt: skip
     store = Store(tmp_path / "r")
     add(store, one, "full", command=HOSTILE)

@@ -1,5 +1,7 @@
 """Metrics over matrices and the quadratic model, against hand-worked tables and dense Hessians."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -16,11 +18,10 @@ from curvlab.metrics import (
     block_diagonality,
     current_accuracy,
     distances,
-    error_at,
     expand,
     layer_labels,
-    loss_at,
     loss_forgetting,
+    measures_at,
     old_pairs,
     previous_pairs,
     spectral_similarity,
@@ -298,17 +299,21 @@ def test_a_low_rank_hessian_comes_nearer_with_its_rank(network):
         LowRank(torch.zeros(2), torch.zeros(3, 5))
 
 
-def test_the_loss_as_a_function_of_parameters_is_a_mean_over_samples(network):
+def test_loss_bounded_loss_and_error_are_means_over_samples(network):
     model, samples, loss, theta, _ = network
-    function = loss_at(at(model, theta[0]), samples, rows=7)  # 30 = 4 * 7 + 2
+    function = measures_at(at(model, theta[0]), samples, rows=7)  # 30 = 4 * 7 + 2
     load_parameter_vector(model, theta[2])  # must not matter
-    assert float(function(theta[1])) == pytest.approx(float(loss(theta[1])), rel=1e-12)
-    wrong = error_at(model, samples, rows=7)
-    outputs = model(samples.inputs)  # the model is at theta[2]
+    assert float(function(theta[1])["loss"]) == pytest.approx(float(loss(theta[1])), rel=1e-12)
+    found = measures_at(model, samples, rows=7)(1e3 * theta[2])
+    load_parameter_vector(model, 1e3 * theta[2])
+    outputs = model(samples.inputs)
     expected = float((outputs.argmax(1) != samples.targets).double().mean())
-    assert float(wrong(theta[2])) == pytest.approx(expected)
+    assert float(found["error"]) == pytest.approx(expected)
+    chosen = outputs.softmax(1).gather(1, samples.targets[:, None]).clamp_min(1e-7)
+    assert float(found["bounded"]) == pytest.approx(float(-chosen.log().mean()))
+    assert float(found["bounded"]) <= -math.log(1e-7) < float(found["loss"])
     noisy = nn.Sequential(nn.Linear(10, 10), nn.Dropout(0.5)).double()
-    function = loss_at(noisy, samples)
+    function = measures_at(noisy, samples)
     point = parameter_vector(noisy)
     assert function(point) == function(point)
     assert noisy.training

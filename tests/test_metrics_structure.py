@@ -9,14 +9,15 @@ from torch import nn
 from curvlab.eigen import lanczos, spectral_density
 from curvlab.learners import SGD
 from curvlab.metrics import (
+    OuterProducts,
     block_diagonality,
     counts_above,
     effective_rank,
-    error_at,
     layer_labels,
-    loss_at,
+    measures_at,
     numerical_rank,
     perturb,
+    perturb_all,
     spectral_similarity,
     spectrum_above,
 )
@@ -180,7 +181,7 @@ def test_reach_is_where_the_score_comes_down_for_good(generator):
     assert found.reach().tolist() == [4.0, 2.0, float("inf"), 1.0]
 
 
-def test_far_out_the_error_rate_scores_one_and_the_loss_of_a_relu_network_does_not(generator):
+def test_far_out_bounded_losses_score_one_and_the_loss_of_a_relu_network_does_not(generator):
     inputs = torch.randn(90, 6, generator=generator)
     samples = Samples(inputs, inputs[:, :3].argmax(1))
     model = mlp((6, 16, 16, 3), seed=0)
@@ -190,11 +191,36 @@ def test_far_out_the_error_rate_scores_one_and_the_loss_of_a_relu_network_does_n
     top = lanczos(curvature, 1, progress=False).vectors
     options = {"generator": generator, "random": 40, "radii": (1e-1, 1e3, 1e4)}
     point = parameter_vector(model)
-    loss = perturb(loss_at(model, samples), point, top, **options).score()[0]
-    error = perturb(error_at(model, samples), point, top, **options).score()[0]
+    found = perturb_all(measures_at(model, samples), point, top, **options)
+    loss, bounded, error = (found[name].score()[0] for name in ("loss", "bounded", "error"))
     assert float(error[-1]) == pytest.approx(1.0, abs=0.4)
+    assert float(bounded[-1]) == pytest.approx(1.0, abs=0.4)
     assert float(loss[-1]) == pytest.approx(float(loss[-2]), rel=0.1)  # a constant, but not 1
     assert float(loss[-1]) > 5
+
+
+def test_several_losses_in_one_pass_are_those_of_a_pass_each(generator):
+    def losses(x):
+        return {"square": x @ x, "sum": x.sum()}
+
+    point, directions = torch.ones(3), torch.eye(3)
+    state = generator.get_state()
+    both = perturb_all(losses, point, directions, generator=generator, random=5)
+    for name in ("square", "sum"):
+        generator.set_state(state)
+        alone = perturb(lambda x, name=name: losses(x)[name], point, directions,
+                        generator=generator, random=5)  # fmt: skip
+        assert torch.equal(alone.changes, both[name].changes)
+        assert torch.equal(alone.random_changes, both[name].random_changes)
+        assert alone.loss == both[name].loss
+
+
+def test_outer_products_are_the_mean_of_the_rows_squared(generator):
+    rows = torch.randn(7, 5, generator=generator, dtype=torch.float64)
+    truth = sum(torch.outer(row, row) for row in rows) / 7
+    assert torch.allclose(OuterProducts(rows).dense(), truth, atol=1e-14)
+    with pytest.raises(ValueError, match=r"rows must be \(m, n\)"):
+        OuterProducts(rows[:0])
 
 
 def test_a_point_whose_loss_is_not_finite_is_refused(generator):

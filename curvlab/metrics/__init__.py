@@ -13,7 +13,7 @@ from curvlab.metrics.forgetting import (
     old_pairs,
     previous_pairs,
 )
-from curvlab.metrics.perturbation import RADII, Perturbation, error_at, loss_at, perturb
+from curvlab.metrics.perturbation import RADII, Perturbation, measures_at, perturb, perturb_all
 from curvlab.metrics.quadratic import Expansion, LowRank, distances, expand
 from curvlab.metrics.rank import (
     Spectrum,
@@ -23,6 +23,7 @@ from curvlab.metrics.rank import (
     spectrum_above,
 )
 from curvlab.metrics.structure import (
+    OuterProducts,
     block_diagonality,
     layer_labels,
     spectral_similarity,
@@ -35,6 +36,7 @@ __all__ = [
     "Expansion",
     "LowRank",
     "Norm",
+    "OuterProducts",
     "Perturbation",
     "Spectrum",
     "accuracy_forgetting",
@@ -46,14 +48,14 @@ __all__ = [
     "current_accuracy",
     "distances",
     "effective_rank",
-    "error_at",
     "expand",
     "layer_labels",
-    "loss_at",
     "loss_forgetting",
+    "measures_at",
     "numerical_rank",
     "old_pairs",
     "perturb",
+    "perturb_all",
     "previous_pairs",
     "spectral_similarity",
     "spectrum_above",

@@ -9,13 +9,15 @@ plateau only at a converged model (:func:`curvlab.theory.plateau_score` and `slo
 
 Outside its ball the published score goes to 1. Cross-entropy need not do that: in a ReLU network of
 L layers the loss grows like r^L along every direction, and s tends to a constant that has nothing
-to do with 1 (about 10^4 for the top eigenvector of the 18,010-parameter MLP after a short
-training). The error rate is bounded and does go to 1 there, from about r = 30: use
-:func:`error_at` to see the published shape, and say which was measured.
+to do with 1 (thousands for the top eigenvector of the 18,010-parameter MLP). Any bounded loss does
+go to 1 there: clipped cross-entropy, the error rate, or a float32 log(softmax) that overflows in
+both directions. :func:`measures_at` gives the loss unbounded and bounded, and the error rate; say
+which was used.
 """
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,8 @@ from torch.nn.functional import cross_entropy
 from curvlab.parameters import layout_of, select_parameters
 from curvlab.tasks import Samples
 
+MEASURES = ("loss", "bounded", "error")
+LEAST_PROBABILITY = 1e-7  # of the bounded loss
 RADII = tuple(10.0 ** (power / 4) for power in range(-12, 17))  # 10^-3 .. 10^4, four per decade
 
 
@@ -78,51 +82,39 @@ class Perturbation:
         return torch.where(after.any(1), reach, torch.full_like(reach, float("inf")))
 
 
-def loss_at(model: nn.Module, samples: Samples, *, rows: int = 1000) -> Callable[[Tensor], Tensor]:
-    """The mean cross-entropy on ``samples`` as a function of flat parameters ``(n,)``.
+def measures_at(
+    model: nn.Module, samples: Samples, *, rows: int = 1000
+) -> Callable[[Tensor], dict[str, Tensor]]:
+    """Loss and error on ``samples`` as functions of flat parameters ``(n,)``, from one pass.
+
+    * ``"loss"``: mean cross-entropy, in float64.
+    * ``"bounded"``: the same with probabilities of at least 1e-7, so at most 16.1.
+    * ``"error"``: the fraction predicted wrong.
 
     Args:
         model: Copied in its present state and put in eval mode; later training changes nothing.
         samples: All of them are used, on the model's device and in its dtype.
         rows: Samples per forward pass; the mean is over samples, not over passes.
     """
-    return _mean_at(model, samples, rows, lambda outputs, targets: cross_entropy(
-        outputs.double(), targets, reduction="sum"
-    ))  # fmt: skip
-
-
-def error_at(model: nn.Module, samples: Samples, *, rows: int = 1000) -> Callable[[Tensor], Tensor]:
-    """The fraction of ``samples`` predicted wrong, as a function of flat parameters ``(n,)``.
-
-    Bounded, unlike the loss: far out every direction is as bad as chance, and s(r) comes down to 1.
-    """
-    return _mean_at(model, samples, rows, lambda outputs, targets: (
-        (outputs.argmax(1) != targets).double().sum()
-    ))  # fmt: skip
-
-
-def _mean_at(
-    model: nn.Module,
-    samples: Samples,
-    rows: int,
-    total_of: Callable[[Tensor, Tensor], Tensor],
-) -> Callable[[Tensor], Tensor]:
     model = copy.deepcopy(model).eval()
     layout = layout_of(select_parameters(model))
 
     @torch.no_grad()
-    def mean(parameters: Tensor) -> Tensor:
+    def measures(parameters: Tensor) -> dict[str, Tensor]:
         named = dict(zip(layout.names, layout.unflatten(parameters), strict=True))
-        total = torch.zeros((), dtype=torch.float64, device=parameters.device)
+        total = torch.zeros(len(MEASURES), dtype=torch.float64, device=parameters.device)
         for start in range(0, len(samples), rows):
             part = samples[start : start + rows]
-            total += total_of(functional_call(model, named, (part.inputs,)), part.targets)
-        return total / len(samples)
+            outputs = functional_call(model, named, (part.inputs,))
+            losses = cross_entropy(outputs.double(), part.targets, reduction="none")
+            wrong = (outputs.argmax(1) != part.targets).double()
+            bounded = losses.clamp_max(-math.log(LEAST_PROBABILITY))
+            total += torch.stack([losses.sum(), bounded.sum(), wrong.sum()])
+        return dict(zip(MEASURES, total / len(samples), strict=True))
 
-    return mean
+    return measures
 
 
-@torch.no_grad()
 def perturb(
     loss: Callable[[Tensor], Tensor | float],
     point: Tensor,
@@ -132,10 +124,29 @@ def perturb(
     random: int = 10,
     radii: Tensor | tuple[float, ...] = RADII,
 ) -> Perturbation:
-    """Measure a loss on spheres around ``point``.
+    """One loss on spheres around ``point``: :func:`perturb_all` of it alone."""
+    found = perturb_all(
+        lambda parameters: {"loss": loss(parameters)}, point, directions, generator=generator,
+        random=random, radii=radii,
+    )  # fmt: skip
+    return found["loss"]
+
+
+@torch.no_grad()
+def perturb_all(
+    measures: Callable[[Tensor], Mapping[str, Tensor | float]],
+    point: Tensor,
+    directions: Tensor,
+    *,
+    generator: torch.Generator,
+    random: int = 10,
+    radii: Tensor | tuple[float, ...] = RADII,
+) -> dict[str, Perturbation]:
+    """Losses on spheres around ``point``, by name; along the same directions for all of them.
 
     Args:
-        loss: From flat parameters ``(n,)`` to the loss; deterministic (frozen data, eval mode).
+        measures: From flat parameters ``(n,)`` to losses by name; deterministic (frozen data, eval
+            mode), such as :func:`measures_at`.
         point: ``(n,)``: theta.
         directions: ``(k, n)``, the Hessian's eigenvectors; normalised here.
         generator: For the random directions, which are Gaussian and normalised.
@@ -150,19 +161,19 @@ def perturb(
     if random < 1:
         raise ValueError(f"random must be 1 or more; got {random}")
     radius = torch.as_tensor(radii, dtype=torch.float64)
-    base = float(loss(point))
-    if not torch.tensor(base).isfinite():
-        raise ValueError(f"the loss at the point itself is {base}")
+
+    def values(parameters: Tensor) -> Tensor:
+        found = [float(value) for value in measures(parameters).values()]
+        return torch.tensor(found, dtype=torch.float64)
+
+    names, base = list(measures(point)), values(point)
+    if not base.isfinite().all():
+        raise ValueError(f"the loss at the point itself is {base.tolist()}")
 
     def changes(direction: Tensor) -> Tensor:
-        unit = direction.double() / direction.double().norm()
-        return torch.tensor(
-            [
-                abs(float(loss((point.double() + r * unit.to(point.device)).to(point))) - base)
-                for r in radius.tolist()
-            ],
-            dtype=torch.float64,
-        )
+        unit = (direction.double() / direction.double().norm()).to(point.device)
+        moved = [values((point.double() + r * unit).to(point)) for r in radius.tolist()]
+        return (torch.stack(moved) - base).abs()  # (R, M)
 
     chosen = torch.stack([changes(row) for row in directions])
     # one at a time: for a ViT each is 50 MB
@@ -172,4 +183,7 @@ def perturb(
             for _ in range(random)
         ]
     )
-    return Perturbation(radius, chosen, drawn, base)
+    return {
+        name: Perturbation(radius, chosen[..., m], drawn[..., m], float(base[m]))
+        for m, name in enumerate(names)
+    }

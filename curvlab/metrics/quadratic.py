@@ -105,14 +105,20 @@ class Expansion:
             predicted[t] = (sums[t - 1] + gained) / divisor[t]
         return predicted
 
-    def violation(self) -> Tensor:
+    def violation(self, norm: Norm = "t") -> Tensor:
         """VNC(t) = D_t'(1/t sum over o < t of H_o)D_t, tab:VOC; ``(T,)``, first entry 0.
 
         Signed: assumption 1 (H_o positive semi-definite) fails in practice, so it can be negative.
         There is no factor 1/2, as in the paper's score.
+
+        Args:
+            norm: ``"t"`` as the score is defined, ``"t-1"`` as the published numbers are.
         """
+        if norm == "pairs":
+            raise ValueError("VNC(t) is of one t at a time: norm must be 't' or 't-1'")
         number = torch.arange(1, self.tasks + 1, dtype=torch.float64)
-        return self.curvatures.sum(0).diagonal() / number
+        divisor = number if norm == "t" else (number - 1).clamp(min=1)
+        return self.curvatures.sum(0).diagonal() / divisor
 
 
 def expand(

@@ -9,10 +9,28 @@ import torch
 from torch import Tensor
 
 from curvlab.eigen import Estimate
+from curvlab.operators import Operator
 from curvlab.parameters import Layout
 from curvlab.probe import LinearOperator
 
 CHUNK = 64  # columns taken per product: memory stays at 64 vectors
+
+
+class OuterProducts(Operator):
+    """The mean of ``g g'`` over the rows ``g`` of ``rows`` ``(m, n)``.
+
+    With the gradients of the true-label logits that OGD stores this is its picture of the Hessian:
+    the outer-product Hessian without the loss's own curvature, which is not constant.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        if rows.dim() != 2 or len(rows) == 0:
+            raise ValueError(f"rows must be (m, n), one gradient each; got {tuple(rows.shape)}")
+        super().__init__(rows.shape[1], rows.dtype, rows.device)
+        self.rows = rows
+
+    def _product(self, block: Tensor) -> Tensor:
+        return (block @ self.rows.T) @ self.rows / len(self.rows)
 
 
 def layer_labels(layout: Layout) -> Tensor:
