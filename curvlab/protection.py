@@ -16,8 +16,15 @@ gathered before the basis grew, weight decay, a closure's line search or an adap
   projected first, so that the moments estimate the gradient that training may follow, and then the
   change. The result is orthogonal to M; it is not the step of least distance in Adam's own metric.
 
+Parameters in bfloat16 or float16 cannot hold a projected step: their rounding would leak more than
+most steps. For them a float32 copy is kept: it is what moves, and what the guarantee is about. The
+model gets it rounded, so its own distance from it stays one rounding and never adds up.
+
 Parameters that the basis covers and the optimizer does not train stay where they are: the others
 are projected by the basis restricted to them. Parameters outside the basis are trained freely.
+
+A step costs a dozen operations on all tensors at once, however many there are, and waits for
+nothing: what was removed is computed when it is asked for.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,6 +36,8 @@ from torch.optim import SGD, Optimizer
 
 from curvlab.basis import Basis
 from curvlab.parameters import Selection, select_parameters
+from curvlab.precision import working
+from curvlab.rows import Rows
 
 
 class Protection:
@@ -36,13 +45,13 @@ class Protection:
 
     Attributes:
         basis: What is protected; rows added to it later count from the next step on.
-        removed: The share of the last change's norm that the projection removed; 0 before a step.
+        parameters: Those that the basis covers and the optimizer trains.
     """
 
     def __init__(
         self, optimizer: Optimizer, basis: Basis, covered: Sequence[nn.Parameter], gradients: bool
     ) -> None:
-        self.basis, self.removed = basis, 0.0
+        self.basis = basis
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._moving = [id(p) in trained and p.requires_grad for p in covered]
         self._covered = list(covered)
@@ -52,9 +61,19 @@ class Protection:
                 "protect: the optimizer trains none of the parameters that the basis covers, so "
                 "there is nothing to project: pass the optimizer of this model"
             )
-        self._before: list[Tensor] = []
-        self._restricted: tuple[int, Basis] | None = None
+        if basis.space.sharded and not all(self._moving):
+            raise ValueError(
+                "protect: the optimizer does not train all parameters that the basis covers, and a "
+                "basis in shards is not restricted to a part: compute it for the trained ones, "
+                "with select="
+            )
+        dtypes = {p.dtype for p in self.parameters}
+        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self._rounds = dtypes != {self._dtype}
         self._gradients = gradients
+        self._room: _Room | None = None
+        self._last: tuple[Rows, Tensor] | None = None
+        self._restricted: tuple[Tensor, Rows] | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._start),
             optimizer.register_step_post_hook(self._finish),
@@ -66,51 +85,105 @@ class Protection:
             hook.remove()
 
     @property
-    def _rows(self) -> Basis:
+    def removed(self) -> float:
+        """The share of the last change's norm that the projection removed; 0 before a step."""
+        if self._last is None or self._room is None:
+            return 0.0
+        rows, weights = self._last
+        m = len(weights)
+        inside = float(weights @ rows.gram[:m, :m] @ weights) if m else 0.0
+        left = float(self._room.change.double().square().sum())
+        return (inside / (inside + left)) ** 0.5 if inside > 0.0 else 0.0
+
+    @property
+    def _rows(self) -> Rows:
         """The basis over the parameters that move."""
         if all(self._moving):
             return self.basis
-        if self._restricted is None or self._restricted[0] != self.basis.size:
-            self._restricted = self.basis.size, self._restrict()
+        known = self.basis.gram  # another tensor whenever the rows are others
+        if self._restricted is None or self._restricted[0] is not known:
+            self._restricted = known, self._restrict()
         return self._restricted[1]
 
-    def _restrict(self) -> Basis:
+    def _restrict(self) -> Rows:
         sizes = [p.numel() for p in self._covered]
         mask = torch.cat(
             [torch.full((s,), m) for s, m in zip(sizes, self._moving, strict=True)]
         ).to(self.basis.device)
         n = int(mask.sum())
-        wide = torch.float64 if self.basis.dtype == torch.float64 else torch.float32
-        part = Basis(n, min(n, self.basis.size), dtype=wide, device=self.basis.device)
+        part = Rows(n, n, dtype=working(self.basis.dtype), device=self.basis.device)
         for start in range(0, self.basis.size, 64):
             rows = self.basis.rows(start, min(start + 64, self.basis.size))
             part.extend(rows[:, mask])
         return part
 
+    def _project(self, vector: Tensor) -> Tensor:
+        rows = self._rows
+        return rows.project_out_([vector] if rows.space.sharded else vector)
+
     @torch.no_grad()
     def _start(self, _optimizer: Optimizer, _arguments: Any, _options: Any) -> None:
-        if not self._before:
-            self._before = [torch.zeros_like(p, memory_format=_CONTIGUOUS) for p in self.parameters]
-        torch._foreach_copy_(self._before, [p.detach() for p in self.parameters])
+        if self._room is None:
+            self._room = _Room(self.parameters, self._dtype, self._rounds)
+        room, tensors = self._room, list[Tensor](self.parameters)
+        torch._foreach_copy_(room.before_parts, tensors)
+        if room.master is not None and room.given is not None:
+            # Where the model has what it was given, the copy goes on; else it starts from there.
+            torch.where(room.before == room.given, room.master, room.before, out=room.master)
         present = [p.grad for p in self.parameters if p.grad is not None]
-        if self._gradients and len(present) == len(self.parameters):
-            flat = [gradient.contiguous() for gradient in present]
-            self._rows.project_out_(flat)
-            torch._foreach_copy_(present, flat)
+        if self._gradients and len(present) == len(tensors):
+            torch._foreach_copy_(room.change_parts, present)
+            self._project(room.change)
+            torch._foreach_copy_(present, room.change_parts)
 
     @torch.no_grad()
     def _finish(self, _optimizer: Optimizer, _arguments: Any, _options: Any) -> None:
-        after = [p.detach() for p in self.parameters]
-        change = [now.contiguous() - old for now, old in zip(after, self._before, strict=True)]
-        size = _norm(change)
-        self._rows.project_out_(change)
-        left = _norm(change)
-        self.removed = max(0.0, 1.0 - (left / size) ** 2) ** 0.5 if size > 0.0 else 0.0
-        torch._foreach_add_(change, self._before)
-        torch._foreach_copy_(after, change)
+        room = self._room
+        if room is None:  # protected in the middle of a step
+            return
+        tensors = list[Tensor](self.parameters)
+        torch._foreach_copy_(room.change_parts, tensors)
+        room.change.sub_(room.before)
+        self._last = self._rows, self._project(room.change)
+        if room.master is None:
+            torch.add(room.before, room.change, out=room.before)
+            torch._foreach_copy_(tensors, room.before_parts)
+        else:
+            room.master.add_(room.change)
+            torch._foreach_copy_(tensors, room.master_parts)
+            torch._foreach_copy_(room.given_parts, tensors)
 
 
-_CONTIGUOUS = torch.contiguous_format
+class _Room:
+    """Flat vectors ``(n,)`` for a step, each also as tensors of the parameters' shapes.
+
+    Attributes:
+        before: The parameters before the step.
+        change: What the step did to them, and then what is left of it.
+        master: For parameters that round, what they would be if they did not; else ``None``.
+        given: For the same, what the model was given of it.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, rounds: bool
+    ) -> None:
+        n, device = sum(p.numel() for p in parameters), parameters[0].device
+        flat = [torch.zeros(n, dtype=dtype, device=device) for _ in range(4 if rounds else 2)]
+        sizes = [p.numel() for p in parameters]
+
+        def parts(vector: Tensor) -> list[Tensor]:
+            cut = torch.split(vector, sizes)
+            return [piece.view(p.shape) for piece, p in zip(cut, parameters, strict=True)]
+
+        self.before, self.change = flat[:2]
+        self.before_parts, self.change_parts = parts(self.before), parts(self.change)
+        self.master: Tensor | None = None
+        self.given: Tensor | None = None
+        if rounds:
+            self.master, self.given = flat[2:]
+            self.master_parts, self.given_parts = parts(self.master), parts(self.given)
+            torch._foreach_copy_(self.master_parts, [p.detach() for p in parameters])
+            self.given.copy_(self.master)
 
 
 def protect(
@@ -124,8 +197,8 @@ def protect(
     """Project every step of ``optimizer`` out of ``basis``; see the module's header.
 
     Args:
-        optimizer: Any torch optimizer. A step costs one copy of the parameters more, and a
-            projection (two, with ``gradients``).
+        optimizer: Any torch optimizer. A step costs two flat copies of the parameters (four, if
+            they are bfloat16 or float16), and a projection (two, with ``gradients``).
         basis: Rows over the parameters in the order of ``model.named_parameters()``, as every
             curvlab operator on that model has them. It may grow while it protects.
         model: The model, or the parameters in the order of the basis; by default those of the
@@ -155,11 +228,8 @@ def protect(
             "model= the basis was computed for, with the same select="
         )
     for parameter in covered:
-        if parameter.dtype not in (torch.float32, torch.float64):
-            raise TypeError(
-                f"protect needs float32 or float64 parameters; got {parameter.dtype}, whose "
-                "rounding alone would leak more than most steps: keep a float32 master copy"
-            )
+        if not parameter.is_floating_point():
+            raise TypeError(f"protect needs real float parameters; got {parameter.dtype}")
         if parameter.device != basis.device:
             raise ValueError(
                 f"parameters are on {parameter.device}, the basis on {basis.device}: load it with "
@@ -184,8 +254,3 @@ def _covered(
             "need not be that of the basis: pass model="
         )
     return list(optimizer.param_groups[0]["params"])
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    squares = [tensor.double().square().sum() for tensor in tensors]
-    return float(torch.stack(squares).sum().sqrt())

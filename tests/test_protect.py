@@ -1,10 +1,12 @@
 """A protected optimizer does not move the parameters along the basis, whatever it is."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvlab
 from curvlab import Basis, parameter_count, parameter_vector, protect
@@ -233,9 +235,79 @@ def test_bad_arguments_are_refused_with_the_cure():
         protect(optimizer, basis, mlp((7, 5, 3), seed=1))
     with pytest.raises(ValueError, match="select= names parameters of a model"):
         protect(optimizer, basis, select="*")
-    half = mlp((7, 5, 3), seed=0).bfloat16()
-    with pytest.raises(TypeError, match=r"float32 or float64 parameters; got torch\.bfloat16"):
-        protect(torch.optim.SGD(half.parameters(), 0.1), basis)
+    turned = [torch.nn.Parameter(torch.zeros(58, dtype=torch.complex64))]
+    with pytest.raises(TypeError, match=r"real float parameters; got torch\.complex64"):
+        protect(torch.optim.SGD(turned, 0.1), basis)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    # AdamW's eps of 1e-8 is zero in float16, where it divides zero by zero, protected or not.
+    [OPTIMIZERS["SGD, momentum, decay"], lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4)],
+    ids=["SGD", "AdamW"],
+)
+def test_half_precision_parameters_stay_within_one_rounding_however_many_steps(make, dtype):
+    """What leaks is the rounding of the model's numbers once, not once a step."""
+    model = mlp((7, 5, 3), seed=0).to(dtype)
+    basis = random_basis(parameter_count(model), 9)
+    optimizer = make(model.parameters())
+    handle = protect(optimizer, basis)
+    before = parameter_vector(model).float()
+    train(model, optimizer, steps=60, dtype=dtype)
+    after = parameter_vector(model).float()
+    rounding = float(after.norm()) * torch.finfo(dtype).eps / 2
+    assert float((basis.rows() @ (after - before)).norm()) <= rounding
+    assert float((after - before).norm()) > 20 * rounding, "it still learns"
+    assert 0.0 < handle.removed < 1.0
+
+
+def test_half_precision_parameters_that_were_loaded_anew_are_taken_as_they_are():
+    model = mlp((7, 5, 3), seed=0).bfloat16()
+    basis = random_basis(parameter_count(model), 9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    protect(optimizer, basis)
+    train(model, optimizer, dtype=torch.bfloat16)
+    other = mlp((7, 5, 3), seed=1).bfloat16()
+    model.load_state_dict(other.state_dict())
+    before = parameter_vector(model).float()
+    train(model, optimizer, steps=1, dtype=torch.bfloat16)
+    change = parameter_vector(model).float() - before
+    assert 0.0 < float(change.norm()) <= 0.2 * float(before.norm()), "a step from where it is now"
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that reach a device: one launch each, or more."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_costs_a_dozen_operations_more_and_waits_for_nothing_whatever_the_tensors():
+    extra = {}
+    for tensors in (2, 150):
+        parameters = [torch.nn.Parameter(torch.ones(5)) for _ in range(tensors)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        basis = random_basis(5 * tensors, 2)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+        optimizer.step()
+        with Counting() as alone:
+            optimizer.step()
+        protect(optimizer, basis)
+        optimizer.step()
+        with Counting() as protected:
+            optimizer.step()
+        extra[tensors] = protected.calls - alone.calls
+        waits = ("_local_scalar_dense", "item", "nonzero", "_to_copy")
+        assert not [name for name in extra[tensors] if any(word in name for word in waits)]
+    assert extra[2] == extra[150]
+    assert extra[150].total() <= 12
 
 
 def test_it_is_a_public_name():
