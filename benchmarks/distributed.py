@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.measure import Row, peak_memory, row, write_rows
 from curvlab.basis import Basis
 from curvlab.distributed import DataParallel, Group, Sharded, Shards, launch
-from curvlab.eigen import lanczos
+from curvlab.eigen import Room, lanczos
 from curvlab.nets import mlp
 from curvlab.operators import FromFunction, Hessian
 from curvlab.tasks import rotated_mnist
@@ -117,7 +117,7 @@ def _peak(group: Group) -> int:
 
     def find() -> None:
         memory = Basis(Shards(operator.n), 32)
-        pairs = lanczos(operator, 8, tol=1e-2, basis=64, multiplicity="skip")
+        pairs = lanczos(operator, 8, tol=1e-2, room=Room(rows=66), certify=False)
         memory.extend(pairs.vectors)
 
     find()  # libraries take their buffers

@@ -142,7 +142,7 @@ def enter(
 def simulated_power(operator: LinearOperator, k: int, tol: float) -> int:
     """Products of deflated power iteration on a diagonal operator with this one's Ritz values."""
     steps = min(operator.n // 2, 6 * k)
-    ritz = lanczos(operator, steps, tol=1e-2, multiplicity="skip", progress=False)
+    ritz = lanczos(operator, steps, tol=1e-2, certify=False, progress=False)
     surrogate = Diagonal(ritz.values.float())
     return power_iteration(surrogate, k, tol=tol, stop="residual", max_products=200_000).matvecs
 

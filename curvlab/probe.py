@@ -94,6 +94,26 @@ class Certificate:
         )
 
 
+def require_image(result: object, vectors: Tensor) -> None:
+    """Raise unless a product is a real tensor of the shape and on the device of its ``vectors``."""
+    if not isinstance(result, Tensor):
+        raise OperatorError(f"operator @ vectors must be a tensor; got {type(result).__name__}")
+    if result.shape != vectors.shape:
+        raise OperatorError(
+            f"operator @ vectors must keep the shape {tuple(vectors.shape)}; "
+            f"got {tuple(result.shape)}"
+        )
+    if not result.is_floating_point():
+        raise OperatorError(
+            f"operator @ vectors must be real floats; got {result.dtype}. A real symmetric "
+            "operator has real images: take .real if the imaginary part vanishes"
+        )
+    if result.device != vectors.device:
+        raise OperatorError(
+            f"the operator says its device is {vectors.device} but answers on {result.device}"
+        )
+
+
 def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None) -> Certificate:
     """Measure symmetry, linearity and repeatability with four products.
 
@@ -122,11 +142,7 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
         # copies: an operator that reuses its output buffer or overwrites its input must show as
         # wrong here, not corrupt the comparison.
         result = operator @ vector.clone()
-        if result.shape != vector.shape:
-            raise OperatorError(
-                f"operator @ vector must keep the shape {tuple(vector.shape)}; "
-                f"got {tuple(result.shape)}"
-            )
+        require_image(result, vector)
         return result.detach().clone()
 
     measured = limit is None

@@ -158,7 +158,7 @@ class Shelf:
                 hessian = self.hessian(measured, run, 0)
                 solved = derived_seed(seed, "lanczos", 0)
                 pairs = lanczos(hessian, k, tol=1e-3, seed=solved, progress=False)
-                pairs.unless_interrupted().save(path)
+                pairs.save(path)
         return Eigenpairs.load(path, self.device)
 
     def _train(self, training: Training, seeds: list[int]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from curvlab.distributed import Sharded, launch
-from curvlab.eigen import diagonal, power_iteration, spectral_density, trace
+from curvlab.eigen import diagonal, power_iteration, solve, spectral_density, trace
 from curvlab.operators import Dense
 
 pytestmark = pytest.mark.distributed
@@ -27,11 +27,18 @@ def matrix(n):
     return (q * values) @ q.T
 
 
+def ones(operator):
+    """A right-hand side, in shards where the operator's vectors are."""
+    whole = torch.ones(operator.n, dtype=torch.float64)
+    return operator.vector_space.take(whole) if hasattr(operator, "vector_space") else whole
+
+
 COMPUTATIONS = {
     "density": lambda operator, **keep: spectral_density(operator, probes=4, steps=9, **keep),
     "trace": lambda operator, **keep: trace(operator, probes=40, **keep),
     "diagonal": lambda operator, **keep: diagonal(operator, probes=40, **keep),
     "power": lambda operator, **keep: power_iteration(operator, 3, tol=1e-4, **keep),
+    "solve": lambda operator, **keep: solve(operator, ones(operator), damping=6.0, **keep),
     "power by value": lambda operator, **keep: power_iteration(operator, 3, stop="value", **keep),
 }
 
@@ -43,6 +50,8 @@ def numbers(name, result, space=None):
         return torch.cat([result.nodes, result.weights]).flatten()
     if name == "trace":
         return torch.tensor([result.value, result.error], dtype=torch.float64)
+    if name == "solve":
+        return torch.cat([whole(result.x), torch.tensor([result.residual])])
     if name == "diagonal":
         return torch.cat([whole(part) for part in result])
     return torch.cat([result.values, whole(result.vectors).flatten(), result.residuals])

@@ -21,7 +21,7 @@ from curvlab.distributed import (
     launch,
     shard_width,
 )
-from curvlab.eigen import lanczos
+from curvlab.eigen import Room, lanczos
 from curvlab.operators import Dense, FromFunction
 from curvlab.storage import StorageError
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.distributed
 
 N = 700  # not a multiple of 64: two ranks hold 384 and 316
 STORAGE = [torch.float64, torch.float32, torch.bfloat16, torch.int8]
-ASKED = {"tol": 1e-6, "basis": 24, "checkpoint_every": 10}
+ASKED = {"tol": 1e-6, "room": Room(rows=56)}
 
 
 def matrix():
@@ -161,7 +161,7 @@ def peak(group):
 
     def find():
         memory = Basis(Shards(n, group), 160)
-        pairs = lanczos(operator, 8, tol=1e-2, basis=64, multiplicity="skip")
+        pairs = lanczos(operator, 8, tol=1e-2, room=Room(rows=66), certify=False)
         memory.extend(pairs.vectors)
         while memory.size < memory.capacity:
             memory.extend(torch.randn(8, memory.width, generator=generator))
@@ -189,7 +189,7 @@ def room(group):
     sharded = Sharded(FromFunction(lambda v: spectrum * v, 5000, dtype=torch.float64), group)
     memory = Basis(Shards(5000, group), 20, dtype=torch.float64)
     with Largest() as largest:
-        pairs = lanczos(sharded, 12, tol=1e-2, basis=60, multiplicity="skip")
+        pairs = lanczos(sharded, 12, tol=1e-2, room=Room(rows=62), certify=False)
         memory.extend(pairs.vectors)
         memory.project_out_(pairs.vectors.clone())
     return largest.elements

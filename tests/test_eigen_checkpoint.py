@@ -2,14 +2,27 @@
 
 import errno
 import io
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from curvlab.eigen import Eigenpairs, block_lanczos, lanczos, spectral_energy
+from curvlab.eigen import (
+    Checkpoint,
+    Eigenpairs,
+    Interrupted,
+    Outcome,
+    Room,
+    SpectrumTracker,
+    block_lanczos,
+    lanczos,
+    spectral_energy,
+)
 from curvlab.eigen.checkpoint import previous
 from curvlab.eigen.progress import Progress
+from curvlab.operators import Hessian
 from curvlab.storage import StorageError
 
 COPIES = [6.0, 4.0, 4.0, -3.0, 2.0]  # the copy makes the solve look twice for hidden ones
@@ -32,18 +45,22 @@ class Dying:
 
 
 def same(first, second):
+    """The same bits, whatever the products that tell whose file it is (one a call)."""
     return all(
         torch.equal(getattr(first, name), getattr(second, name))
         for name in ("values", "vectors", "residuals", "converged")
-    ) and (first.matvecs, first.doubt, first.reason, first.restarts) == (
-        second.matvecs,
+    ) and (first.doubt, first.reason, first.restarts) == (
         second.doubt,
         second.reason,
         second.restarts,
     )
 
 
-OPTIONS = {"tol": 1e-8, "basis": 12, "checkpoint_every": 3}
+OPTIONS = {"tol": 1e-8, "room": Room(rows=22)}
+
+
+def every_third(path):
+    return Checkpoint(path, every=3)
 
 
 @pytest.mark.parametrize(("solver", "apart"), [(lanczos, 5), (block_lanczos, 29)])
@@ -53,8 +70,8 @@ def test_a_solve_killed_anywhere_and_resumed_gives_the_same_bits(solver, apart, 
     for at in range(5, whole.matvecs + 1, apart):
         path = tmp_path / f"{at}.safetensors"
         with pytest.raises(RuntimeError, match="killed"):
-            solver(Dying(at), 4, checkpoint=path, **OPTIONS)
-        resumed = solver(Dying(), 4, checkpoint=path, **OPTIONS)
+            solver(Dying(at), 4, checkpoint=every_third(path), **OPTIONS)
+        resumed = solver(Dying(), 4, checkpoint=every_third(path), **OPTIONS)
         assert same(resumed, whole), at
 
 
@@ -64,7 +81,7 @@ def test_a_solve_can_be_killed_and_resumed_many_times(tmp_path):
     for _ in range(100):
         operator = Dying(9)
         try:
-            result = lanczos(operator, 4, checkpoint=path, **OPTIONS)
+            result = lanczos(operator, 4, checkpoint=every_third(path), **OPTIONS)
             break
         except RuntimeError:
             assert path.exists()
@@ -75,7 +92,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_checkpoint(tmp_path, monke
     whole = lanczos(Dying(), 4, **OPTIONS)
     path = tmp_path / "state.safetensors"
     with pytest.raises(RuntimeError, match="killed"):
-        lanczos(Dying(20), 4, checkpoint=path, **OPTIONS)
+        lanczos(Dying(20), 4, checkpoint=every_third(path), **OPTIONS)
     kept = path.read_bytes()
 
     def full(self, data):
@@ -86,59 +103,157 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_checkpoint(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
         with pytest.raises(StorageError, match=r"could not write.*No space left"):
-            lanczos(Dying(), 4, checkpoint=path, **OPTIONS)
+            lanczos(Dying(), 4, checkpoint=every_third(path), **OPTIONS)
     assert path.read_bytes() == kept
-    assert same(lanczos(Dying(), 4, checkpoint=path, **OPTIONS), whole)
+    assert same(lanczos(Dying(), 4, checkpoint=every_third(path), **OPTIONS), whole)
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_serves(tmp_path):
     whole = lanczos(Dying(), 4, **OPTIONS)
     path = tmp_path / "state.safetensors"
     with pytest.raises(RuntimeError, match="killed"):
-        lanczos(Dying(20), 4, checkpoint=path, **OPTIONS)
+        lanczos(Dying(20), 4, checkpoint=every_third(path), **OPTIONS)
     damaged = bytearray(path.read_bytes())
     damaged[-40] ^= 1
     path.write_bytes(bytes(damaged))
     with pytest.raises(StorageError, match=r"checksum.*\.previous"):
-        lanczos(Dying(), 4, checkpoint=path, **OPTIONS)
+        lanczos(Dying(), 4, checkpoint=every_third(path), **OPTIONS)
     previous(path).replace(path)
-    assert same(lanczos(Dying(), 4, checkpoint=path, **OPTIONS), whole)
+    assert same(lanczos(Dying(), 4, checkpoint=every_third(path), **OPTIONS), whole)
 
 
 def test_a_checkpoint_of_another_solve_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
     with pytest.raises(RuntimeError, match="killed"):
-        lanczos(Dying(20), 4, checkpoint=path, **OPTIONS)
+        lanczos(Dying(20), 4, checkpoint=every_third(path), **OPTIONS)
     with pytest.raises(ValueError, match=r"k was 4 and is 5"):
-        lanczos(Dying(), 5, checkpoint=path, **OPTIONS)
+        lanczos(Dying(), 5, checkpoint=every_third(path), **OPTIONS)
     with pytest.raises(ValueError, match=r"seed was 0 and is 1"):
-        lanczos(Dying(), 4, checkpoint=path, seed=1, **OPTIONS)
+        lanczos(Dying(), 4, checkpoint=every_third(path), seed=1, **OPTIONS)
     with pytest.raises(ValueError, match="start digest"):
-        lanczos(Dying(), 4, checkpoint=path, v0=torch.ones(200).double(), **OPTIONS)
+        lanczos(Dying(), 4, checkpoint=every_third(path), v0=torch.ones(200).double(), **OPTIONS)
 
 
 def test_resuming_with_another_operator_is_noticed(tmp_path):
-    from curvlab.probe import OperatorError
-
     path = tmp_path / "state.safetensors"
     with pytest.raises(RuntimeError, match="killed"):
-        lanczos(Dying(14), 4, checkpoint=path, **OPTIONS)
-    with pytest.raises(OperatorError, match="disagree"):
-        lanczos(Dying(values=VALUES.flip(0)), 4, checkpoint=path, **OPTIONS)
+        lanczos(Dying(14), 4, checkpoint=every_third(path), **OPTIONS)
+    with pytest.raises(ValueError, match=r"state\.safetensors is .* another solve.*was"):
+        lanczos(Dying(values=VALUES.flip(0)), 4, checkpoint=every_third(path), **OPTIONS)
 
 
-def test_ctrl_c_returns_what_was_found_and_saves_the_state(tmp_path):
+def test_resuming_after_a_small_training_step_is_refused(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4)
+    data = torch.randn(20, 6), torch.arange(20) % 4
+    path = tmp_path / "state.safetensors"
+    hessian = Hessian(model, torch.nn.functional.cross_entropy, data, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="killed"):
+        lanczos(Wrapped(hessian, 12), 2, tol=1e-12, dense=False, checkpoint=every_third(path))
+    with torch.no_grad():
+        model.weight.mul_(1 + 1e-6)
+    stepped = Hessian(model, torch.nn.functional.cross_entropy, data, dtype=torch.float64)
+    with pytest.raises(ValueError, match="parameters was"):
+        lanczos(Wrapped(stepped, 100), 2, tol=1e-12, dense=False, checkpoint=every_third(path))
+
+
+class Wrapped:
+    """An operator that dies at a product, with what the inner one says of itself."""
+
+    def __init__(self, inner, at):
+        self.n, self.dtype, self.device = inner.n, inner.dtype, inner.device
+        self.inner, self.left, self.about = inner, at, inner.about
+
+    def __matmul__(self, vectors):
+        self.left -= 1
+        if self.left <= 0:
+            raise RuntimeError("killed")
+        return self.inner @ vectors
+
+
+def test_ctrl_c_saves_the_state_and_raises_with_what_was_found(tmp_path):
     whole = lanczos(Dying(), 4, **OPTIONS)
     path = tmp_path / "state.safetensors"
-    partial = lanczos(Dying(18, KeyboardInterrupt), 4, checkpoint=path, **OPTIONS)
-    assert "interrupted" in partial.reason
+    with pytest.raises(Interrupted, match="interrupted after") as stopped:
+        lanczos(Dying(18, KeyboardInterrupt), 4, checkpoint=every_third(path), **OPTIONS)
+    assert isinstance(stopped.value, KeyboardInterrupt)
+    partial = stopped.value.partial
+    assert partial.outcome is Outcome.INTERRUPTED
     assert not partial.complete
     v = partial.vectors
     true = torch.linalg.vector_norm(v * VALUES - partial.values[:, None] * v, dim=1)
     assert (true <= partial.residuals).all()
-    with pytest.raises(KeyboardInterrupt, match="checkpoint="):
-        partial.require_converged()  # what comes after the solve stops too
-    assert same(lanczos(Dying(), 4, checkpoint=path, **OPTIONS), whole)
+    assert same(lanczos(Dying(), 4, checkpoint=every_third(path), **OPTIONS), whole)
+
+
+def test_a_tracker_keeps_nothing_of_a_step_that_was_interrupted():
+    tracker = SpectrumTracker(3)
+    tracker.update(Dying(), 0)
+    with pytest.raises(KeyboardInterrupt):
+        tracker.update(Dying(12, KeyboardInterrupt), 1)
+    assert tracker.steps == [0]
+    assert len(tracker.values) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_solve_after_the_step_and_saves(number, tmp_path):
+    whole = lanczos(Dying(), 4, **OPTIONS)
+    path = tmp_path / "state.safetensors"
+
+    class Signalled(Dying):
+        def __matmul__(self, vectors):
+            product = super().__matmul__(vectors)
+            if self.count == 17:
+                signal.raise_signal(number)
+            return product
+
+    operator = Signalled()
+    with pytest.raises(Interrupted) as stopped:
+        lanczos(operator, 4, checkpoint=every_third(path), **OPTIONS)
+    assert operator.count == 17  # that step was finished, and no other begun
+    assert stopped.value.partial.matvecs == 17
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert same(lanczos(Dying(), 4, checkpoint=every_third(path), **OPTIONS), whole)
+
+
+def interrupted_at_line(number, file):
+    """A solve in which ``KeyboardInterrupt`` strikes at the ``number``-th line of the solver."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        inside = "curvlab/eigen/" in frame.f_code.co_filename.replace("\\", "/")
+        if event == "line" and inside:
+            count += 1
+            if count == number:
+                raise KeyboardInterrupt
+        return trace if inside else None
+
+    sys.settrace(trace)
+    try:
+        lanczos(Dying(), 4, checkpoint=every_third(file), **OPTIONS)
+    except Interrupted as stop:
+        return count, stop.partial
+    except KeyboardInterrupt:
+        return count, None
+    finally:
+        sys.settrace(None)
+    return count, None
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_an_interrupt_at_any_line_leaves_a_right_result_and_a_right_file(part, tmp_path):
+    whole = lanczos(Dying(), 4, **OPTIONS)
+    lines, _ = interrupted_at_line(10**9, tmp_path / "count")
+    generator = torch.Generator().manual_seed(part)
+    for number in torch.randint(lines, (50,), generator=generator).tolist():
+        path = tmp_path / f"{number}.safetensors"
+        _, partial = interrupted_at_line(number, path)
+        if partial is not None:
+            v = partial.vectors
+            true = torch.linalg.vector_norm(v * VALUES - partial.values[:, None] * v, dim=1)
+            assert (true <= partial.residuals + 1e-12).all(), number
+        assert same(lanczos(Dying(), 4, checkpoint=every_third(path), **OPTIONS), whole), number
 
 
 def test_ctrl_c_in_an_energy_selection_is_not_taken_for_slow_convergence():

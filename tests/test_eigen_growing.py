@@ -31,7 +31,7 @@ def falling(rate, dtype=torch.float64):
 
 def growing(operator, tol=1e-6):
     products = Products(operator, None)
-    return Growing(products, products.probe(None, 0), tol=tol, seed=0, progress=False)
+    return Growing(products, products.probe(0), tol=tol, seed=0, progress=False)
 
 
 def test_energy_that_needs_several_attempts_costs_about_one_solve():

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from curvlab.basis import Basis
-from curvlab.eigen import NotConvergedError, block_lanczos, lanczos
+from curvlab.eigen import Certify, Checkpoint, NotConvergedError, Room, block_lanczos, lanczos
+from curvlab.operators import FromFunction
 from curvlab.probe import OperatorError
 
 N = 120
@@ -36,7 +37,7 @@ class Drifting:
 
 
 def solve(matvec, k=3, **options):
-    return lanczos((matvec, N), k, dtype=torch.float64, dense=False, **options)
+    return lanczos(FromFunction(matvec, N, dtype=torch.float64), k, dense=False, **options)
 
 
 def test_an_asymmetric_operator_is_refused():
@@ -60,11 +61,11 @@ def test_an_affine_and_a_nonlinear_operator_are_refused():
 
 
 @pytest.mark.parametrize("after", [6, 10, 14])
-@pytest.mark.parametrize("multiplicity", ["certify", "skip"])
-def test_an_operator_that_changes_during_the_solve_is_refused(after, multiplicity):
+@pytest.mark.parametrize("certify", [True, False])
+def test_an_operator_that_changes_during_the_solve_is_refused(after, certify):
     change = 1e-3 * rotated(seed=1)
     with pytest.raises(OperatorError, match=r"contradict|disagree|differs"):
-        lanczos(Drifting(after, change), 3, tol=1e-8, dense=False, multiplicity=multiplicity)
+        lanczos(Drifting(after, change), 3, tol=1e-8, dense=False, certify=certify)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -78,7 +79,7 @@ def test_products_that_are_not_finite_are_refused_at_any_time(bad, solver):
         return A @ v if count < 11 else torch.full_like(v, bad)
 
     with pytest.raises(OperatorError, match="NaN or infinity"):
-        solver((matvec, N), 3, dtype=torch.float64, tol=1e-8)
+        solver(FromFunction(matvec, N, dtype=torch.float64), 3, tol=1e-8)
 
 
 def test_an_operator_that_reuses_its_buffer_or_overwrites_its_input_is_harmless():
@@ -125,32 +126,56 @@ def test_an_operator_that_reuses_its_buffer_or_overwrites_its_input_is_harmless(
         ({"tol": float("nan")}, "tol="),
         ({"relative_to": "trace"}, "relative_to="),
         ({"seed": -1}, "seed="),
-        ({"multiplicity": "maybe"}, "multiplicity="),
-        ({"verify": "no"}, "verify="),
-        ({"basis": 4}, "basis= needs at least"),
-        ({"basis": 40, "memory": 10**6}, "not both"),
-        ({"memory": 2000}, "memory="),
+        ({"certify": "maybe"}, "certify="),
+        ({"room": 40}, "room="),
+        ({"room": Room(rows=4)}, "needs at least 14 rows"),
+        ({"room": Room(bytes=2000)}, "bytes=2000"),
         ({"max_products": 0}, "max_products="),
-        ({"limit": 0.0}, "limit="),
-        ({"doubt": 0.0}, "doubt="),
-        ({"certify_products": 0}, "certify_products="),
-        ({"checkpoint_every": 0}, "checkpoint_every="),
-        ({"stride": 0}, "stride="),
         ({"v0": torch.ones(N - 1, dtype=torch.float64)}, "v0="),
         ({"v0": torch.ones(N, dtype=torch.int64)}, "v0="),
         ({"v0": [1.0] * N}, "v0="),
+        ({"v0": torch.zeros(N, dtype=torch.float64)}, "zeros"),
         ({"v0": torch.full((N,), float("nan"), dtype=torch.float64)}, "v0="),
         ({"v0": torch.ones(N, dtype=torch.float64, device="meta")}, "v0="),
         ({"deflate": torch.ones(2, N, dtype=torch.float64)}, "orthonormal"),
         ({"deflate": torch.eye(3, N - 1, dtype=torch.float64)}, "deflate="),
         ({"deflate": "basis"}, "deflate="),
-        ({"dtype": torch.int64}, "dtype="),
     ],
 )
 def test_arguments_that_cannot_be_met_are_refused_with_advice(options, match):
-    arguments = {"k": 3, "dtype": torch.float64, **options}
+    arguments = {"k": 3, **options}
     with pytest.raises((ValueError, TypeError), match=match):
-        lanczos((lambda v: A.to(v.dtype) @ v, N), arguments.pop("k"), **arguments)
+        lanczos(FromFunction(lambda v: A @ v, N, dtype=A.dtype), arguments.pop("k"), **arguments)
+    arguments = {"k": 3, **options}
+    if "deflate" not in arguments or not isinstance(arguments["deflate"], str):
+        with pytest.raises((ValueError, TypeError), match=match):  # the dense way checks as much
+            lanczos(A, arguments.pop("k"), dense=True, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (lambda: Certify(doubt=0.0), "doubt="),
+        (lambda: Certify(products=0), "products="),
+        (lambda: Checkpoint("file", every=0), "every="),
+        (lambda: Room(rows=40, bytes=10**6), "not both"),
+    ],
+)
+def test_what_is_said_of_proof_room_and_files_is_checked(made, match):
+    with pytest.raises(ValueError, match=match):
+        made()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.int64], ids=str)
+def test_complex_and_integer_products_are_refused_by_name(dtype):
+    class Wrong(Drifting):
+        def __matmul__(self, vectors):
+            return super().__matmul__(vectors).to(dtype)
+
+    with pytest.raises(OperatorError, match=str(dtype)):
+        lanczos(Wrong(10**9, 0), 3)
+    with pytest.raises(OperatorError, match=str(dtype)):
+        solve(lambda v: (A @ v).to(dtype))
 
 
 def test_operators_of_the_wrong_kind_are_refused():
@@ -198,7 +223,7 @@ def test_a_budget_that_runs_out_is_said_and_required_convergence_raises():
 
 
 def test_skipping_certification_is_said_and_can_be_required():
-    pairs = solve(lambda v: A @ v, multiplicity="skip").require_converged()
+    pairs = solve(lambda v: A @ v, certify=False).require_converged()
     assert not pairs.complete
     with pytest.raises(NotConvergedError, match="none is missing"):
         pairs.require_converged(complete=True)

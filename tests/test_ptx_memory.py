@@ -321,11 +321,24 @@ def test_a_shuffle_from_a_lane_that_is_away_is_found():
         run(body, numbers(1))
 
 
+def test_a_reduction_gives_every_lane_its_warps_total():
+    out = numbers(64)
+    run("redux.sync.add.u32 %r1, %t, -1;" + STORE, out, threads=64)
+    assert out.tolist() == [sum(range(32))] * 32 + [sum(range(32, 64))] * 32
+
+
 def test_a_matrix_load_by_a_part_of_a_warp_is_found():
     body = "mov.u32 %r9, buffer; setp.lt.u32 %p1, %t, 16;"
     body += "@%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r9];"
     with pytest.raises(Fault, match="only a part of a warp"):
         run(body, numbers(1), shared=128)
+
+
+def test_a_trap_ends_the_execution_where_a_lane_gets_to_it():
+    body = "setp.gt.u32 %p1, %t, {}; @%p1 trap;"
+    assert not run(body.format(31), numbers(1)).findings
+    with pytest.raises(Fault, match="trap reached"):
+        run(body.format(30), numbers(1))
 
 
 def test_the_counts_are_those_of_the_program():

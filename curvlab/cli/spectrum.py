@@ -12,7 +12,7 @@ from curvlab.basis import Basis
 from curvlab.cli.load import operator
 from curvlab.cli.output import emit, say
 from curvlab.cli.parser import UsageError
-from curvlab.eigen import Eigenpairs, Estimate, Interrupted, lanczos, spectral_density
+from curvlab.eigen import Checkpoint, Eigenpairs, Estimate, Interrupted, lanczos, spectral_density
 from curvlab.eigen import trace as estimate_trace
 from curvlab.eigen.checkpoint import previous
 from curvlab.operators import Curvature
@@ -27,24 +27,22 @@ def eig(options: Namespace) -> int:
     deflate = _directions(options.deflate)
     curvature = operator(options)
     partial = out.with_name(out.name + ".partial")
-    if partial.exists():
-        say(options, f"resuming from {partial}")
-    pairs = lanczos(
-        curvature,
-        options.k,
-        which=options.which,
-        tol=options.tol,
-        seed=options.seed,
-        max_products=options.max_products,
-        deflate=deflate,
-        dense=None,
-        checkpoint=partial,
-        checkpoint_every=25,
-        progress=False if options.quiet else None,
+    pairs = _kept(
+        options,
+        partial,
+        lambda: lanczos(
+            curvature,
+            options.k,
+            which=options.which,
+            tol=options.tol,
+            seed=options.seed,
+            max_products=options.max_products,
+            deflate=deflate,
+            checkpoint=Checkpoint(partial, every=25),
+            progress=False if options.quiet else None,
+        ),
     )
-    if "interrupted" in pairs.reason:
-        again = shlex.join(["curvlab", *options.arguments])
-        say(options, f"interrupted after {pairs.matvecs} products. Resume with: {again}", True)
+    if pairs is None:
         return 1
     about = {**curvature.about(), "arguments": options.arguments, "cwd": str(Path.cwd())}
     pairs.save(out, about)

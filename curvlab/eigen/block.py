@@ -11,25 +11,13 @@ same residual.
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from curvlab.eigen.arguments import (
-    basis_rows,
-    certify_operator,
-    check_choice,
-    check_numbers,
-    check_patience,
-    check_start,
-    error_limit,
-    product_budget,
-    reserve_rows,
-)
-from curvlab.eigen.lanczos import Multiplicity, Verify
-from curvlab.eigen.options import Options
 from curvlab.eigen.products import Deflation, Products
+from curvlab.eigen.request import Certify, Checkpoint, as_checkpoint, check_start, request
 from curvlab.eigen.result import Eigenpairs, RelativeTo
-from curvlab.eigen.run import Keeping, run
+from curvlab.eigen.room import Room
+from curvlab.eigen.run import run
 from curvlab.eigen.selection import Which
 from curvlab.eigen.source import Source, as_operator
 
@@ -46,16 +34,10 @@ def block_lanczos(
     v0: Tensor | None = None,
     seed: int = 0,
     max_products: int | None = None,
-    basis: int | None = None,
-    memory: int | None = None,
-    multiplicity: Multiplicity = "certify",
-    verify: Verify = "recurrence",
-    limit: float | None = None,
-    checkpoint: str | Path | None = None,
-    checkpoint_every: int = 50,
+    certify: Certify | bool = True,
+    room: Room | None = None,
+    checkpoint: Checkpoint | str | Path | None = None,
     progress: bool | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
 ) -> Eigenpairs:
     """The ``k`` outermost eigenpairs, from blocks of ``block`` vectors.
 
@@ -63,40 +45,25 @@ def block_lanczos(
         block: Rows multiplied together, at least 2; the other arguments are those of
             :func:`~curvlab.eigen.lanczos`.
     """
-    products = Products(as_operator(operator, dtype=dtype, device=device), deflate)
-    check_numbers(products, k, which=which, tol=tol, relative_to=relative_to, seed=seed)
+    products = Products(as_operator(operator), deflate)
     if isinstance(block, bool) or not isinstance(block, int) or not 2 <= block <= products.room:
         raise ValueError(
             f"block= is a number of vectors between 2 and n = {products.room}; got {block!r}. "
             "For one vector at a time there is lanczos"
         )
-    check_patience(1e-3, None, checkpoint_every, None)
+    keeping = as_checkpoint(checkpoint)
     start = check_start(v0, products)
-    keeping = Keeping(None if checkpoint is None else Path(checkpoint), checkpoint_every, progress)
-    certificate = certify_operator(products, limit, seed, keeping.resumes(products.space))
-    certify = check_choice("multiplicity", multiplicity, Multiplicity) == "certify"
-    options = Options(
-        k=k,
+    asked = request(
+        products,
+        k,
         which=which,
         tol=tol,
         relative_to=relative_to,
         seed=seed,
-        max_products=product_budget(max_products, k),
-        basis=basis_rows(products, k, block, basis, memory, certify),
-        reserve=reserve_rows(products, memory, certify) + block,
-        block=block,
+        max_products=max_products,
         certify=certify,
-        doubt=1e-3,
-        certify_products=None,
-        limit=error_limit(products, limit, certificate),
-        stride=1,
+        room=room,
+        block=block,
     )
-    return run(
-        products,
-        options,
-        start=start,
-        explicit=check_choice("verify", verify, Verify) == "explicit",
-        certificate=certificate,
-        keeping=keeping,
-        method=f"block lanczos, {block} vectors at a time",
-    )
+    method = f"block lanczos, {block} vectors at a time"
+    return run(products, asked, start=start, keeping=keeping, progress=progress, method=method)

@@ -3,8 +3,8 @@
 The file is written beside its place and renamed (:mod:`curvlab.storage`), and the one it replaces
 is kept as ``<name>.previous``: a full disk leaves both as they were, and if the file is damaged
 later the error says that the previous one is there. What the solve was asked for is stored too, so
-that a file is not resumed with other options. The operator itself cannot be stored; the first
-product after resuming is checked against the coefficients that were saved, as every product is.
+that a file is not resumed with other options, and what is known of the operator
+(:mod:`curvlab.eigen.identity`), so that it is not resumed for another one.
 """
 
 from dataclasses import asdict
@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from curvlab.eigen.hidden import Chain
+from curvlab.eigen.identity import require_same
 from curvlab.eigen.result import certificate_facts, certificate_from
 from curvlab.eigen.selection import Edge
 from curvlab.eigen.solver import Solver
 from curvlab.eigen.space import previous
-from curvlab.probe import Certificate
 
 __all__ = ["previous", "read_checkpoint", "write_checkpoint"]
 
@@ -42,7 +42,6 @@ def write_checkpoint(
     solver: Solver,
     *,
     asked: dict[str, Any],
-    certificate: Certificate | None,
     seconds: float,
 ) -> None:
     """Save the state between two steps.
@@ -71,32 +70,26 @@ def write_checkpoint(
         "exhausted": solver.exhausted,
         "next_look": solver.next_look,
         "chain": None if solver.chain is None else asdict(solver.chain),
-        "certificate": certificate_facts(certificate),
+        "certificate": certificate_facts(solver.certificate),
         "seconds": seconds,
     }
     krylov.space.save(Path(path), KIND, rows, others, facts)
 
 
-def read_checkpoint(
-    path: str | Path, solver: Solver, *, asked: dict[str, Any]
-) -> tuple[Certificate | None, float]:
+def read_checkpoint(path: str | Path, solver: Solver, *, asked: dict[str, Any]) -> float:
     """Put a saved state into a fresh ``solver``.
 
     Returns:
-        The operator's certificate at the start, and the seconds spent before.
+        The seconds spent before.
     """
     tensors, facts = solver.krylov.space.load(Path(path), KIND)
-    differing = [name for name in asked if facts["asked"].get(name) != asked[name]]
-    if differing:
-        details = "; ".join(
-            f"{name} was {facts['asked'].get(name)!r} and is {asked[name]!r}" for name in differing
-        )
-        raise ValueError(
-            f"{path} is a checkpoint of another solve: {details}. Use another file, delete this "
-            "one, or ask for the same"
-        )
+    solver.certificate = certificate_from(facts["certificate"])
+    if solver.certificate is not None:
+        solver.products.trust(solver.certificate)
+    rounding = max(solver.products.eps, solver.products.error)
+    require_same(path, "solve", facts["asked"], asked, rounding)
     _restore(solver, tensors, facts)
-    return certificate_from(facts["certificate"]), float(facts["seconds"])
+    return float(facts["seconds"])
 
 
 def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -109,7 +102,7 @@ def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) 
     krylov.aside = krylov.rows.new_zeros(len(tensors["aside"]), krylov.rows.shape[1])
     krylov.aside[:, : krylov.width] = tensors["aside"].to(krylov.rows.device)
     krylov.aside_coupling = tensors["aside coupling"]
-    solver.products.count = facts["products"]
+    solver.products.count += facts["products"]
     solver.draws = facts["draws"]
     solver.queued = facts["queued"]
     solver.finds = facts["finds"]

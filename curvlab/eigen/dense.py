@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from curvlab.eigen.noise import rounding
+from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
-from curvlab.eigen.result import Eigenpairs, RelativeTo, canonical_signs_, tolerances
+from curvlab.eigen.request import Request
+from curvlab.eigen.result import Eigenpairs, canonical_signs_, judge
 from curvlab.eigen.selection import order
 from curvlab.operators import Dense
-from curvlab.probe import RAGGED, Certificate, OperatorError
+from curvlab.probe import RAGGED, OperatorError
 
 BLOCK = 64  # identity rows multiplied at a time
 
@@ -50,19 +52,11 @@ def dense_matrix(products: Products) -> Tensor:
     return matrix
 
 
-def solve_dense(
-    products: Products,
-    k: int,
-    *,
-    which: str,
-    tol: float,
-    relative_to: RelativeTo,
-    limit: float,
-    certificate: Certificate | None,
-    method: str = "dense: eigendecomposition of the whole matrix",
-) -> Eigenpairs:
-    """The ``k`` wanted pairs of ``P A P`` from all of them."""
+def solve_dense(products: Products, request: Request) -> Eigenpairs:
+    """The wanted pairs of ``P A P`` from all of them."""
     began = time.perf_counter()
+    certificate = products.probe(request.seed)
+    limit = certificate.limit
     matrix = dense_matrix(products)
     scale = float(matrix.abs().max())
     asymmetry = float((matrix - matrix.T).abs().max()) / scale if scale > 0 else 0.0
@@ -75,19 +69,19 @@ def solve_dense(
     # The deflated directions were moved to the upper end.
     values, columns = values[: products.room], columns[:, : products.room]
     norm = float(values.abs().max())
-    chosen = order(values.cpu(), k, which).to(values.device)
+    chosen = order(values.cpu(), request.k, request.which).to(values.device)
     values, stored = values[chosen], columns[:, chosen].T.to(products.operator.dtype).contiguous()
     rest = stored.double() @ matrix.T - values[:, None] * stored.double()
-    residuals = torch.linalg.vector_norm(rest, dim=1) + products.eps * norm
-    floor = 16.0 * products.eps * norm
-    zero = (values.abs() <= floor) & (residuals <= floor)
-    converged = (residuals <= tolerances(values, tol, relative_to, norm)) | zero
-    good = bool(converged.all())
+    residuals = torch.linalg.vector_norm(rest, dim=1) + (products.eps + products.error) * norm
+    floor = 2.0 * products.error * norm + 16.0 * products.eps * norm
+    tol, relative_to = request.tol, request.relative_to
+    judged = judge(values, residuals, tol=tol, relative_to=relative_to, norm=norm, floor=floor)
+    good = bool(judged.converged.all())
     return Eigenpairs(
         values=values,
         vectors=canonical_signs_(stored),
         residuals=residuals,
-        converged=converged,
+        converged=judged.converged,
         complete=good,
         doubt=0.0 if good else 1.0,
         orthogonality=_orthogonality(stored),
@@ -97,9 +91,10 @@ def solve_dense(
         matvecs=products.count,
         restarts=0,
         seconds=time.perf_counter() - began,
+        outcome=Outcome.CONVERGED if good else Outcome.IMPRECISE,
         reason="converged" if good else "the tolerance is below the operator's precision",
-        method=method,
-        which=which,
+        method="dense: eigendecomposition of the whole matrix",
+        which=request.which,
         tol=tol,
         relative_to=relative_to,
         certificate=certificate,

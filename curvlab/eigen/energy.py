@@ -83,7 +83,7 @@ def spectral_energy(
             f"probes= is at least 2 and largest= at least 1; got {probes} and {largest}"
         )
     products = Products(as_operator(operator), None)
-    certificate = products.probe(None, seed)
+    certificate = products.probe(seed)
     n = products.n
     small = n <= 2 * FIRST + 2 * probes and not products.space.sharded
     if dense or (dense is None and small):
@@ -95,7 +95,6 @@ def spectral_energy(
     k, certify = min(FIRST, n, largest), False
     while True:
         pairs = growing.pairs(k, certify=certify)
-        pairs.unless_interrupted()  # there is no part of a selection to return
         pairs.require_converged()
         tails = _tails(products.space, pairs, vectors, images)
         tail, high = tails.mean(0), tails.mean(0) + 2 * _errors(tails, pairs.values)

@@ -3,7 +3,8 @@
 Residuals come from the decomposition ``A V = V H + R C``, which holds to rounding; the amount by
 which it may not hold is added (:attr:`Solver.loss`: rounding, and the operator error that the
 solve itself has measured). Where that allowance alone decides whether a pair has converged, or
-where ``explicit`` is asked for, the residual is computed from a product with the vector itself.
+where ``Certify(explicit=True)`` is asked for, the residual is computed from a product with the
+vector itself.
 """
 
 from collections.abc import Callable
@@ -13,57 +14,58 @@ from torch import Tensor
 
 from curvlab.eigen.krylov import mix_rows
 from curvlab.eigen.noise import rounding
+from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products, orthogonality
-from curvlab.eigen.result import Eigenpairs, tolerances
+from curvlab.eigen.result import Eigenpairs, Judgement, judge, tolerances
 from curvlab.eigen.solver import Ritz, Solver
-from curvlab.probe import RAGGED, Certificate, OperatorError
+from curvlab.probe import RAGGED, OperatorError
 
 
-def eigenpairs(
-    solver: Solver,
-    *,
-    explicit: bool,
-    certificate: Certificate | None,
-    seconds: Callable[[], float],
-    method: str,
-) -> Eigenpairs:
+def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> Eigenpairs:
     """The result of a solve that has ended.
 
     Args:
-        explicit: Compute every residual from a product, one per pair.
         seconds: Gives the time spent, when the last product is done.
     """
-    options, products, krylov = solver.options, solver.products, solver.krylov
-    k = min(options.k, krylov.multiplied)
+    request, products, krylov = solver.request, solver.products, solver.krylov
+    k = min(request.k, krylov.multiplied)
     ritz = solver.ritz()
-    interrupted = "interrupted" in solver.reason
-    if not options.certify and not explicit and not solver.exhausted and not interrupted:
+    # A solve that was stopped makes no more products.
+    checks = solver.outcome is not Outcome.INTERRUPTED
+    explicit = request.certify.explicit and checks
+    if checks and not request.certify.copies and not explicit and not solver.exhausted:
         _spot_check(solver, ritz, k)
     values = ritz.values[:k]
     padded = krylov.rows.new_empty(k, krylov.rows.shape[1])
     mix_rows(krylov.rows[: krylov.multiplied], ritz.mixing[:, :k], padded)
     vectors = padded[:, : krylov.width].contiguous()
     residuals = ritz.residuals[:k] + solver.loss
-    asked = tolerances(values, options.tol, options.relative_to, krylov.norm)
-    if not interrupted:
+    if checks:
+        asked = tolerances(values, request.tol, request.relative_to, krylov.norm)
         doubtful = (residuals > asked) & (ritz.residuals[:k] <= asked)
         doubtful &= values.abs() > solver.floor
         chosen = torch.arange(k) if explicit else doubtful.nonzero().flatten()
-        if explicit or products.count + len(chosen) <= options.max_products:
+        if explicit or products.count + len(chosen) <= request.max_products:
             for i in chosen.tolist():
                 residuals[i] = _true_residual(solver, vectors[i], float(values[i]))
-    zero = (values.abs() <= solver.floor) & (residuals <= solver.floor)
-    converged = (residuals <= asked) | zero
     vectors = vectors.to(products.operator.dtype)
-    reason = _reason(solver, converged, zero, residuals)
-    settled = "converged" in solver.reason and bool(converged.all())
+    judged = judge(
+        values,
+        residuals,
+        tol=request.tol,
+        relative_to=request.relative_to,
+        norm=krylov.norm,
+        floor=solver.floor,
+    )
+    outcome, reason = _ending(solver, judged, residuals)
+    settled = outcome.converged and bool(judged.converged.all())
     device = products.device
     return products.space.result(
         values=values.to(device),
         vectors=products.space.canonical_signs_(vectors),
         residuals=residuals.to(device),
-        converged=converged.to(device),
-        complete=settled and solver.doubt <= options.doubt,
+        converged=judged.converged.to(device),
+        complete=settled and solver.doubt <= request.certify.doubt,
         doubt=solver.doubt if settled else 1.0,
         orthogonality=orthogonality(padded, products.space),
         norm=krylov.norm,
@@ -72,36 +74,37 @@ def eigenpairs(
         matvecs=products.count,
         restarts=krylov.restarts,
         seconds=seconds(),
+        outcome=outcome,
         reason=reason,
         method=method,
-        which=options.which,
-        tol=options.tol,
-        relative_to=options.relative_to,
-        certificate=certificate,
+        which=request.which,
+        tol=request.tol,
+        relative_to=request.relative_to,
+        certificate=solver.certificate,
     )
 
 
-def _reason(solver: Solver, converged: Tensor, zero: Tensor, residuals: Tensor) -> str:
-    reason = solver.reason
-    late = int((~converged).sum())
-    if reason.startswith("converged") and late:
-        worst = float(residuals[~converged].max())
+def _ending(solver: Solver, judged: Judgement, residuals: Tensor) -> tuple[Outcome, str]:
+    outcome, reason = solver.outcome or Outcome.INTERRUPTED, solver.reason
+    late = int((~judged.converged).sum())
+    if outcome.converged and late:
+        outcome = Outcome.IMPRECISE
+        worst = float(residuals[~judged.converged].max())
         reason = imprecise(solver.products, late, worst, solver.loss, solver.krylov.norm)
-    if int(zero.sum()):
-        reason += f" ({int(zero.sum())} values are zero to the operator's precision)"
-    return reason
+    if judged.zeros:
+        reason += f" ({judged.zeros} values are zero to the operator's precision)"
+    return outcome, reason
 
 
 def imprecise(products: Products, late: int, worst: float, loss: float, norm: float) -> str:
     """What is said where the operator's precision does not allow the tolerance."""
-    eps = products.eps
     reason = (
         f"the tolerance is below the operator's precision for {late} pairs: products are accurate "
         f"to {loss / norm if norm > 0 else 0.0:.1e} of the operator's norm, and residuals stay at "
         f"{worst:.1e}"
     )
     value = getattr(products.operator, "loss", None)
-    if isinstance(value, float) and 0.0 <= value < 1e-2 and loss > 1e3 * eps * norm:
+    if isinstance(value, float) and 0.0 <= value < 1e-2 and loss > 1e3 * products.eps * norm:
         reason += (
             f". The loss, {value:.1e}, is so near 0 that its second derivatives are differences of "
             "nearly equal numbers"
@@ -126,7 +129,7 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     difference is a random mixture of the pairs' own losses, and rarely shorter than any of them.
     """
     products, krylov = solver.products, solver.krylov
-    generator = torch.Generator().manual_seed(solver.options.seed + 7)
+    generator = torch.Generator().manual_seed(solver.request.seed + 7)
     weights = ritz.mixing[:, :k] @ torch.randn(k, generator=generator, dtype=torch.float64)
     m, size = krylov.multiplied, krylov.size
     both = torch.zeros(size, 2, dtype=torch.float64)  # the mixture, and its product as it is known
@@ -139,11 +142,11 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     products.into(mixture, image)
     difference = float(products.space.norm(image.double() - expected))
     length = float(weights.norm())
-    allowed = solver.options.limit * krylov.norm * length
+    allowed = solver.limit * krylov.norm * length
     if not difference <= allowed:
         # What the basis has not shown may still be rounding: measure it.
         parts = torch.stack([mixture / length, krylov.row(0)])
-        change = rounding(products, parts, solver.options.limit * krylov.norm)
+        change = rounding(products, parts, solver.limit * krylov.norm)
         krylov.rounding = max(krylov.rounding, float(products.space.norm(change).max()))
         allowed = max(allowed, RAGGED * krylov.rounding * length)
     if not difference <= allowed:

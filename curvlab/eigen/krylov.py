@@ -18,11 +18,10 @@ operator that drifts, is noisy or is not symmetric.
 
 import math
 
-import numpy as np
 import torch
-from curvlab_kernels import ops
 from torch import Tensor, nn
 
+from curvlab.eigen.room import Rows, allocate
 from curvlab.eigen.space import Space
 from curvlab.probe import OperatorError
 
@@ -43,12 +42,13 @@ class Krylov:
     """
 
     def __init__(
-        self, space: Space, capacity: int, *, dtype: torch.dtype, device: torch.device, eps: float
+        self, space: Space, rows: Rows, *, dtype: torch.dtype, device: torch.device, eps: float
     ) -> None:
         self.space = space
         self.width = space.width
         self.eps = eps
-        self.rows = _zeros(capacity, ops.padded(self.width), dtype, device)
+        self.rows = allocate(rows, self.width, dtype, device)
+        capacity = rows.total
         self.coupling = torch.zeros(capacity, capacity, dtype=torch.float64)
         self.aside = self.rows[:0].clone()
         self.aside_coupling = torch.zeros(0, capacity, dtype=torch.float64)
@@ -246,12 +246,12 @@ class Krylov:
         self.aside_coupling = self.aside_coupling[:0]
         self.chained = False
 
-    def grow(self, capacity: int) -> None:
-        """Make room for ``capacity`` rows; nothing else changes."""
-        more = capacity - self.capacity
+    def grow(self, given: Rows) -> None:
+        """Make room for more rows; nothing else changes."""
+        more = given.total - self.capacity
         if more <= 0:
             return
-        rows = _zeros(capacity, self.rows.shape[1], self.rows.dtype, self.rows.device)
+        rows = allocate(given, self.width, self.rows.dtype, self.rows.device)
         rows[: self.size].copy_(self.rows[: self.size])
         self.rows = rows
         self.coupling = nn.functional.pad(self.coupling, (0, more, 0, more))
@@ -305,13 +305,6 @@ class Krylov:
         self.multiplied = p
         self.restarts += 1
         self.chained = False
-
-
-def _zeros(capacity: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose memory is touched, on a CPU, only when a row is written: many never are."""
-    if device.type != "cpu":
-        return torch.zeros(capacity, width, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros((capacity, width), str(dtype).removeprefix("torch.")))
 
 
 def _within(columns: Tensor, vector: Tensor) -> Tensor:

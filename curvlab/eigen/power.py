@@ -20,9 +20,10 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from curvlab.eigen.arguments import check_choice, check_numbers, product_budget
+from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Deflation, Products, orthogonality
-from curvlab.eigen.result import Eigenpairs, tolerances
+from curvlab.eigen.request import check_choice, check_numbers, product_budget
+from curvlab.eigen.result import Eigenpairs, judge
 from curvlab.eigen.selection import order
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
@@ -70,7 +71,7 @@ def power_iteration(
     products = Products(as_operator(operator), deflate)
     check_numbers(products, k, which="LM", tol=tol, relative_to="value", seed=seed)
     began = time.perf_counter()
-    certificate = products.probe(None, seed)
+    certificate = products.probe(seed)
     per_pair = steps if steps is not None else STEPS if by_value else None
     asked = {"stop": stop, "tol": tol, "seed": seed, "steps": per_pair}
     work = Work("power iteration", products, asked, checkpoint, progress)
@@ -262,13 +263,15 @@ def _result(
     norm = float(values.abs().max())
     residuals = space.norm(rest).cpu() + products.eps * norm
     floor = 16.0 * products.eps * norm
-    zero = (values.abs() <= floor) & (residuals <= floor)
-    converged = (residuals <= tolerances(values, tol, "value", norm)) | zero
+    judged = judge(values, residuals, tol=tol, relative_to="value", norm=norm, floor=floor)
+    converged = judged.converged
     if bool(converged.all()):
+        outcome = Outcome.NOT_CERTIFIED
         reason = "converged; power iteration does not look for missing copies"
     elif spent:
-        reason = "max_products ran out"
+        outcome, reason = Outcome.OUT_OF_PRODUCTS, "max_products ran out"
     else:
+        outcome = Outcome.NOT_SETTLED
         reason = "the stopping rule was met before the residuals were"
     device, stored = products.device, vectors.to(products.operator.dtype).contiguous()
     padded, _ = ops.quantise(vectors, products.dtype)
@@ -286,6 +289,7 @@ def _result(
         matvecs=products.count,
         restarts=0,
         seconds=seconds,
+        outcome=outcome,
         reason=reason,
         method=f"deflated power iteration, stopped on {'values' if by_value else 'residuals'}",
         which="LM",

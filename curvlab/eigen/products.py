@@ -4,7 +4,6 @@ The operator gets a copy of each vector and its result is copied at once, so an 
 overwrites its input or hands out one buffer again and again is harmless here.
 """
 
-from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from curvlab.eigen.space import Space, space_of
 from curvlab.operators import Dense, Operator
-from curvlab.probe import Certificate, LinearOperator, OperatorError, probe
+from curvlab.probe import Certificate, LinearOperator, probe, require_image, usual_limit
 from curvlab.rows import Rows
 
 
@@ -55,17 +54,15 @@ class Products:
         self.deflation = _deflation(deflate, self)
         self.room = self.n - (0 if self.deflation is None else self.deflation.size)
 
-    def probe(self, limit: float | None, seed: int) -> Certificate:
+    def probe(self, seed: int) -> Certificate:
         """The operator's own certificate, or a new one; raises if the operator failed it."""
         certificate = self._known()
         if certificate is None:
-            if isinstance(self.operator, Operator) and limit is None:
+            if isinstance(self.operator, Operator):
                 certificate = self.operator.certificate  # which it keeps for the next solve
             else:
-                certificate = probe(self.operator, seed=seed, limit=limit)
+                certificate = probe(self.operator, seed=seed)
             self.count += certificate.products
-        elif limit is not None:
-            certificate = replace(certificate, limit=limit)
         certificate.require()
         self.trust(certificate)
         return certificate
@@ -77,8 +74,7 @@ class Products:
     def _known(self) -> Certificate | None:
         """A certificate that needs no products: one already measured, or that of a matrix."""
         if isinstance(self.operator, Dense):  # made symmetric when it was built
-            limit = self.eps * 2e3
-            return Certificate(0.0, 0.0, 0.0, limit=limit, products=0)
+            return Certificate(0.0, 0.0, 0.0, usual_limit(self.operator.dtype, self.n), products=0)
         known = getattr(self.operator, "__dict__", {}).get("certificate")
         return known if isinstance(known, Certificate) else None
 
@@ -87,7 +83,7 @@ class Products:
         given = vectors.to(self.operator.dtype, copy=True)
         result = self.operator @ given
         self.count += 1 if vectors.ndim == 1 else vectors.shape[0]
-        self._check(result, vectors)
+        require_image(result, vectors)
         targets.copy_(result.detach())
         self.project_out_(targets)
 
@@ -95,21 +91,6 @@ class Products:
         """Remove the deflated directions from ``(width,)`` or ``(b, width)``, in place."""
         if self.deflation is not None:
             self.deflation.project_out_(vectors)
-
-    def _check(self, result: Tensor, vectors: Tensor) -> None:
-        if not isinstance(result, Tensor):
-            raise OperatorError(f"operator @ vectors must be a tensor; got {type(result).__name__}")
-        if result.shape != vectors.shape:
-            raise OperatorError(
-                f"operator @ vectors must keep the shape {tuple(vectors.shape)}; "
-                f"got {tuple(result.shape)}"
-            )
-        if not result.is_floating_point():
-            raise OperatorError(f"operator @ vectors must be real floats; got {result.dtype}")
-        if result.device != vectors.device:
-            raise OperatorError(
-                f"the operator says its device is {vectors.device} but answers on {result.device}"
-            )
 
 
 def _deflation(deflate: Deflation | Tensor | None, products: Products) -> Deflation | None:

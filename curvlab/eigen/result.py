@@ -11,16 +11,20 @@ zero (at most ``floor``) cannot meet a relative tolerance; it counts as converge
 is also at most ``floor``, and ``reason`` says how many such pairs there are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from curvlab.eigen.outcome import Outcome
 from curvlab.probe import Certificate
 from curvlab.storage import load_tensors, save_tensors
+
+if TYPE_CHECKING:
+    from curvlab.eigen.functions import SpectralFunction
 
 RelativeTo = Literal["value", "norm"]
 _TENSORS = ("values", "vectors", "residuals", "converged")
@@ -51,7 +55,8 @@ class Eigenpairs:
         matvecs: Products with the operator, all of them (probes and checks included).
         restarts: How often the basis was compressed.
         seconds: Wall-clock time, operator included.
-        reason: Why the solve ended.
+        outcome: How the solve ended.
+        reason: The same in words, with the figures.
         method: Which solver, and what it decided for itself.
         which: The part of the spectrum that was asked for.
         tol: The tolerance that was asked for.
@@ -72,6 +77,7 @@ class Eigenpairs:
     matvecs: int
     restarts: int
     seconds: float
+    outcome: Outcome
     reason: str
     method: str
     which: str
@@ -87,47 +93,30 @@ class Eigenpairs:
         return self.vectors.shape[1]
 
     @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the solve: these are the pairs found until then."""
-        return "interrupted" in self.reason
-
-    @property
     def tolerances(self) -> Tensor:
         """What each residual was compared with, shape ``(k,)``."""
         return tolerances(self.values, self.tol, self.relative_to, self.norm)
-
-    def unless_interrupted(self) -> "Eigenpairs":
-        """These pairs; if Ctrl-C cut them short, the ``KeyboardInterrupt`` that the solver caught.
-
-        For programs in which a solve is one step of many: they have to stop with it.
-        """
-        if self.interrupted:
-            raise KeyboardInterrupt(f"{self.reason}. {_advice(self.reason)}")
-        return self
 
     def require_converged(self, *, complete: bool = False) -> "Eigenpairs":
         """These pairs, or :class:`NotConvergedError` with advice.
 
         Args:
             complete: Also require that no eigenvalue is missing from the set.
-
-        Raises:
-            KeyboardInterrupt: If Ctrl-C ended the solve: nothing after it should go on.
         """
-        self.unless_interrupted()
+        advice = self.outcome.advice(self.vectors.dtype)
         if not bool(self.converged.all()):
-            late = (~self.converged).nonzero().flatten().tolist()
-            worst = float((self.residuals / self.tolerances.clamp_min(1e-300)).max())
+            late = (~self.converged).nonzero().flatten()
+            asked, worst = self.tolerances[late], self.residuals[late]
+            i = int((worst / asked).argmax())
             raise NotConvergedError(
-                f"{len(late)} of {len(self)} pairs have not converged (positions {_some(late)}; "
-                f"the worst residual is {worst:.1e} times its tolerance): {self.reason}. "
-                f"{_advice(self.reason)}"
+                f"{len(late)} of {len(self)} pairs have not converged (positions "
+                f"{_some(late.tolist())}; the worst has a residual of {float(worst[i]):.1e} where "
+                f"{float(asked[i]):.1e} was asked for): {self.reason}. {advice}"
             )
         if complete and not self.complete:
             raise NotConvergedError(
                 f"the pairs converged, but it was not shown that none is missing: {self.reason}. "
-                "Allow more products (max_products=, certify_products=), more rows (basis=) or "
-                'use multiplicity="certify"'
+                f"{advice}"
             )
         return self
 
@@ -137,6 +126,26 @@ class Eigenpairs:
             raise ValueError(f"head(k) needs 0 <= k <= {len(self)}; got {k}")
         kept: dict[str, Any] = {name: getattr(self, name)[:k] for name in _TENSORS}
         return replace(self, **kept)
+
+    def function(
+        self,
+        function: Callable[[Tensor], Tensor],
+        *,
+        damping: float = 0.0,
+        semidefinite: bool = False,
+    ) -> "SpectralFunction":
+        """``f(A + damping)`` as far as these pairs know it: an operator, with error bounds.
+
+        Args:
+            function: Of tensors, element by element: ``torch.reciprocal``, ``torch.sqrt``,
+                ``torch.log``, ...
+            damping: Added to every eigenvalue; outside the pairs the function is taken at it.
+            semidefinite: Whether A has no negative eigenvalues (Gauss-Newton, Fisher): its bounds
+                are tighter then.
+        """
+        from curvlab.eigen.functions import SpectralFunction
+
+        return SpectralFunction(self, function, damping, semidefinite)
 
     def table(self, most: int = 40) -> str:
         """One line per pair: value, residual, tolerance, converged or not."""
@@ -174,6 +183,7 @@ class Eigenpairs:
             about: More facts for the manifest (JSON), such as ``operator.about()``.
         """
         facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
+        facts["outcome"] = self.outcome.name
         facts["certificate"] = certificate_facts(self.certificate)
         facts["about"] = dict(about or {})
         tensors = {name: getattr(self, name) for name in _TENSORS}
@@ -185,6 +195,7 @@ class Eigenpairs:
         tensors, manifest = load_tensors(path, "eigenpairs")
         facts: dict[str, Any] = {name: tensors[name].to(device) for name in _TENSORS}
         facts |= {f.name: manifest[f.name] for f in fields(cls) if f.name not in _TENSORS}
+        facts["outcome"] = Outcome[facts["outcome"]]
         facts["certificate"] = certificate_from(facts["certificate"])
         return cls(**facts)
 
@@ -193,6 +204,29 @@ def tolerances(values: Tensor, tol: float, relative_to: RelativeTo, norm: float)
     """The residual allowed for each of ``values`` ``(k,)``."""
     scale = values.abs() if relative_to == "value" else torch.full_like(values, norm)
     return tol * scale
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Which pairs have converged, bool ``(k,)``, and how many of them are zero to the precision."""
+
+    converged: Tensor
+    zeros: int
+
+
+def judge(
+    values: Tensor,
+    residuals: Tensor,
+    *,
+    tol: float,
+    relative_to: RelativeTo,
+    norm: float,
+    floor: float,
+) -> Judgement:
+    """The rule of the file's header, for every solver."""
+    zero = (values.abs() <= floor) & (residuals <= floor)
+    converged = (residuals <= tolerances(values, tol, relative_to, norm)) | zero
+    return Judgement(converged, int(zero.sum()))
 
 
 def canonical_signs_(vectors: Tensor) -> Tensor:
@@ -216,14 +250,6 @@ def certificate_facts(certificate: Certificate | None) -> dict[str, float] | Non
 def certificate_from(facts: dict[str, Any] | None) -> Certificate | None:
     """A certificate from JSON."""
     return None if facts is None else Certificate(**facts)
-
-
-def _advice(reason: str) -> str:
-    if "precision" in reason:
-        return "Loosen tol=, use relative_to='norm', or use an operator in float64"
-    if "interrupted" in reason:
-        return "Run again; with checkpoint= the solve resumes where it stopped"
-    return "Allow more products (max_products=), more basis rows (basis=), or loosen tol="
 
 
 def _some(positions: Sequence[int], most: int = 8) -> str:

@@ -1,114 +1,147 @@
 """One solve from its first product to its result: checkpoints, progress, Ctrl-C."""
 
+import signal
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
 from curvlab.eigen.checkpoint import read_checkpoint, write_checkpoint
 from curvlab.eigen.finish import eigenpairs
-from curvlab.eigen.options import Options
+from curvlab.eigen.identity import identity
+from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
 from curvlab.eigen.progress import Progress
+from curvlab.eigen.request import Checkpoint, Request
 from curvlab.eigen.result import Eigenpairs
 from curvlab.eigen.solver import Solver
-from curvlab.eigen.space import Space
-from curvlab.probe import Certificate
-from curvlab.rows import Rows
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """Where and how often the state is saved, and whether progress is shown."""
-
-    checkpoint: Path | None = None
-    every: int = 50
-    progress: bool | None = None
-
-    def resumes(self, space: Space) -> bool:
-        """Whether there is a checkpoint to go on from."""
-        return self.checkpoint is not None and space.exists(self.checkpoint)
+from curvlab.eigen.work import Interrupted
 
 
 def run(
     products: Products,
-    options: Options,
+    asked: Request,
     *,
     start: Tensor | None,
-    explicit: bool,
-    certificate: Certificate | None,
-    keeping: Keeping,
+    keeping: Checkpoint | None,
+    progress: bool | None,
     method: str,
 ) -> Eigenpairs:
     """Solve; a checkpoint that exists is resumed.
 
     Args:
         start: Rows ``(b, n)`` to start from, or ``None`` for random ones.
-        explicit: Compute every residual from a product.
     """
     began = time.perf_counter()
-    solver = Solver(products, options)
-    asked = _identity(products, options, start) if keeping.checkpoint is not None else {}
-    if keeping.checkpoint is not None and keeping.resumes(products.space):
-        certificate, spent = read_checkpoint(keeping.checkpoint, solver, asked=asked)
-        began -= spent
-        if certificate is not None:
-            products.trust(certificate)
+    resumes = keeping is not None and products.space.exists(keeping.path)
+    certificate = None if resumes else products.probe(asked.seed)
+    whose = _identity(products, asked, start) if keeping is not None else {}
+    solver = Solver(products, asked, certificate)
+    if keeping is not None and resumes:
+        began -= read_checkpoint(keeping.path, solver, asked=whose)
     else:
         solver.start(start)
 
     def save() -> None:
-        if keeping.checkpoint is not None:
+        if keeping is not None:
             seconds = time.perf_counter() - began
-            write_checkpoint(
-                keeping.checkpoint, solver, asked=asked, certificate=certificate, seconds=seconds
-            )
+            write_checkpoint(keeping.path, solver, asked=whose, seconds=seconds)
 
-    iterate(solver, keeping, save, method)
-    return eigenpairs(
-        solver,
-        explicit=explicit,
-        certificate=certificate,
-        seconds=lambda: time.perf_counter() - began,
-        method=method,
-    )
+    def result() -> Eigenpairs:
+        return eigenpairs(solver, seconds=lambda: time.perf_counter() - began, method=method)
+
+    every = None if keeping is None else keeping.every
+    iterate(solver, save, result, every=every, progress=progress, method=method)
+    return result()
 
 
-def iterate(solver: Solver, keeping: Keeping, save: Callable[[], None], method: str) -> None:
-    """Step until the solve has ended; ``save`` is called now and then, and on Ctrl-C."""
+def iterate(
+    solver: Solver,
+    save: Callable[[], None],
+    result: Callable[[], Eigenpairs],
+    *,
+    every: int | None,
+    progress: bool | None,
+    method: str,
+) -> None:
+    """Step until the solve has ended.
+
+    A signal to stop waits for the end of the step; a second one breaks into it. What is saved and
+    returned is always a state between two steps, or one whose next product has not come back.
+
+    Args:
+        save: Called every so many products, and when the solve is stopped.
+        result: Makes the pairs found so far of a solve that is stopped.
+    """
     space = solver.products.space
-    line = Progress(method, keeping.progress if space.leads else False)
+    line = Progress(method, progress if space.leads else False)
     saved = solver.products.count
     try:
-        while not solver.finished:
-            if solver.products.count - saved >= keeping.every:
-                save()
-                saved = solver.products.count
-            solver.step()
-            line.update(solver.products.count, solver.found, solver.options.k, solver.stage)
-    except KeyboardInterrupt:
+        with _noted_signals(wait=not space.shared) as stopped:
+            while not solver.finished:
+                if stopped():
+                    raise KeyboardInterrupt
+                if every is not None and solver.products.count - saved >= every:
+                    save()
+                    saved = solver.products.count
+                solver.step()
+                line.update(solver.products.count, solver.found, solver.request.k, solver.stage)
+    except KeyboardInterrupt as stop:
         if space.shared:  # other ranks may be a product further: what they all saved is what counts
             raise
-        # Between the product and its bookkeeping nothing is half done: rows count only afterwards.
-        solver.krylov.settle()
+        made = f"{method} was interrupted after {solver.products.count} products"
+        if not solver.whole:
+            raise Interrupted(f"{made}, within a step: nothing was saved of it", None) from stop
         save()
-        solver.finish("interrupted by Ctrl-C")
+        if not solver.finished:
+            solver.finish(Outcome.INTERRUPTED, made)
+        raise Interrupted(f"{made}. {Outcome.INTERRUPTED.value}", result()) from stop
     finally:
         line.close()
 
 
-def _identity(products: Products, options: Options, start: Tensor | None) -> dict[str, Any]:
+@contextmanager
+def _noted_signals(*, wait: bool) -> Iterator[Callable[[], bool]]:
+    """Note the first SIGINT or SIGTERM instead of raising; a second one raises at once.
+
+    Only in the main thread, where Python delivers signals, and only where nobody else handles them.
+
+    Args:
+        wait: Whether to note at all.
+    """
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if noted:
+            signal.default_int_handler(number, frame)
+        noted.append(number)
+
+    usual: dict[int, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    main = threading.current_thread() is threading.main_thread()
+    taken = [s for s, handler in usual.items() if wait and main and signal.getsignal(s) is handler]
+    try:
+        for number in taken:
+            signal.signal(number, note)
+        yield lambda: bool(noted)
+    finally:
+        for number in taken:
+            signal.signal(number, usual[number])
+    if noted:  # too late for the body to act on it: it must not be lost
+        raise KeyboardInterrupt
+
+
+def _identity(products: Products, asked: Request, start: Tensor | None) -> dict[str, Any]:
     """What must agree for a checkpoint to belong to this solve."""
-    deflation = products.deflation
-    rows = deflation.rows() if isinstance(deflation, Rows) else None
     return {
-        **{name: value for name, value in asdict(options).items() if name != "max_products"},
-        "n": products.n,
-        "dtype": str(products.operator.dtype),
-        "deflated": 0 if deflation is None else deflation.size,
-        "deflated digest": products.space.digest(rows),
+        **asked.identity(),
+        **identity(products),
+        "deflated": products.n - products.room,
         "start digest": products.space.digest(start),
     }

@@ -16,10 +16,12 @@ from torch import Tensor
 from curvlab.eigen.hidden import Chain, emerging, known_values
 from curvlab.eigen.krylov import Krylov
 from curvlab.eigen.noise import require_rounding
-from curvlab.eigen.options import Options
+from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
+from curvlab.eigen.request import Request
 from curvlab.eigen.result import tolerances
 from curvlab.eigen.selection import Edge, edges, order
+from curvlab.probe import Certificate, usual_limit
 
 FASTEST = 4.0  # by which a product may bring the worst residual down; networks' Hessians show 2.5
 
@@ -34,14 +36,21 @@ class Ritz:
 
 
 class Solver:
-    """A solve in progress."""
+    """A solve in progress.
 
-    def __init__(self, products: Products, options: Options) -> None:
+    Args:
+        certificate: The operator's; ``None`` until a checkpoint gives it.
+    """
+
+    def __init__(
+        self, products: Products, request: Request, certificate: Certificate | None
+    ) -> None:
         self.products = products
-        self.options = options
+        self.request = request
+        self.certificate = certificate
         self.krylov = Krylov(
             products.space,
-            options.basis + options.reserve,
+            request.rows,
             dtype=products.dtype,
             device=products.device,
             eps=products.eps,
@@ -50,7 +59,9 @@ class Solver:
         self.chain: Chain | None = None
         self.doubt = 1.0
         self.converged_at: int | None = None  # products when all wanted pairs had converged
+        self.outcome: Outcome | None = None
         self.reason = ""
+        self.whole = True  # whether the state is one between two steps
         self.finds = 0  # chains that found something
         self.queued = 0  # given start vectors that are still to be multiplied
         self.exhausted = False  # every direction of the space has been multiplied
@@ -59,12 +70,18 @@ class Solver:
 
     @property
     def finished(self) -> bool:
-        return self.reason != ""
+        return self.outcome is not None
 
     @property
     def stage(self) -> str:
         """What the next product is for."""
         return "searching" if self.chain is None else "looking for hidden copies"
+
+    @property
+    def limit(self) -> float:
+        """Relative error of a product that needs no explanation by measured rounding."""
+        usual = usual_limit(self.products.operator.dtype, self.products.n)
+        return usual if self.certificate is None else max(usual, self.certificate.limit)
 
     @property
     def loss(self) -> float:
@@ -86,39 +103,42 @@ class Solver:
         if vectors is not None:
             for vector in vectors:
                 self.queued += self._add(vector.to(self.products.dtype))
-        while self.krylov.frontier < self.options.block and self._add_random():
+        while self.krylov.frontier < self.request.block and self._add_random():
             pass
 
-    def go_on(self, options: Options) -> None:
+    def go_on(self, request: Request) -> None:
         """Take up a solve that has ended: for more pairs, or to look for hidden copies."""
         self.krylov.bring_back(self.krylov.multiplied)
-        self.krylov.grow(options.basis + options.reserve)
-        self.options, self.reason = options, ""
+        self.krylov.grow(request.rows)
+        self.request, self.outcome, self.reason = request, None, ""
         self.chain, self.doubt, self.converged_at = None, 1.0, None
         self._judge()
 
     def step(self) -> None:
         """One product (or one block of them), and what follows from it."""
-        if self.products.count >= self.options.max_products:
-            self.finish(f"the budget of {self.options.max_products} products is exhausted")
+        most = self.request.max_products
+        self.whole = False
+        if self.products.count >= most:
+            self.finish(Outcome.OUT_OF_PRODUCTS, f"the budget of {most} products is exhausted")
         elif self.chain is not None:
             self._certify_step(self.chain)
         else:
             self._search_step()
+        self.whole = True
 
-    def finish(self, reason: str) -> None:
+    def finish(self, outcome: Outcome, reason: str) -> None:
         """End the solve; the pairs are those found so far."""
         self.krylov.settle()
-        self.reason = reason
+        self.outcome, self.reason = outcome, reason
 
     def ritz(self) -> Ritz:
         """All Ritz pairs, the wanted first in their order, with their residuals."""
         values, mixing = torch.linalg.eigh(self.krylov.projected())
-        chosen = order(values, self.options.k, self.options.which)
+        chosen = order(values, self.request.k, self.request.which)
         rest = torch.ones(len(values), dtype=torch.bool)
         rest[chosen] = False
         others = rest.nonzero().flatten()
-        rank = order(values[others], len(others), self.options.which)
+        rank = order(values[others], len(others), self.request.which)
         positions = torch.cat([chosen, others[rank]])
         values, mixing = values[positions], mixing[:, positions]
         return Ritz(values, mixing, self.krylov.residuals(mixing))
@@ -128,8 +148,8 @@ class Solver:
 
         Below ``floor`` further products change nothing, so the search does not insist on it.
         """
-        options = self.options
-        asked = tolerances(values, options.tol, options.relative_to, self.krylov.norm)
+        request = self.request
+        asked = tolerances(values, request.tol, request.relative_to, self.krylov.norm)
         # Some more than the loss known so far: a check at the end may find it larger.
         return torch.maximum(asked - 4.0 * self.loss, torch.full_like(asked, self.floor / 4.0))
 
@@ -139,34 +159,40 @@ class Solver:
             self.exhausted = True
             self._judge()
             return
-        if krylov.size + self.options.block > self._capacity():
+        if krylov.size + self.request.block > self._capacity():
             self._compress(self._keep())
-        if self.options.block > 1:
+        if self.request.block > 1:
             self._expand_block()
         else:
             krylov.promote(self._best_frontier_row())
             self._expand()
+            self.queued = max(0, self.queued - 1)
         due = self._due()
         if due or self.products.device.type == "cpu":
             # Where a transfer is free the next step can have its recurrence: a reading less.
             krylov.settle()
         if due:
-            require_rounding(self.products, krylov, self.options.limit, self.options.seed)
+            require_rounding(self.products, krylov, self.limit, self.request.seed)
             self._judge()
 
     def _expand(self) -> None:
         krylov = self.krylov
-        self.products.into(krylov.row(krylov.multiplied), krylov.row(krylov.size))
+        self._multiply(krylov.row(krylov.multiplied), krylov.row(krylov.size))
         krylov.expand()
         if self.products.deflation is not None:
             self.products.project_out_(krylov.row(krylov.size - 1))
 
+    def _multiply(self, vectors: Tensor, targets: Tensor) -> None:
+        self.whole = True  # until it comes back, a product changes nothing
+        self.products.into(vectors, targets)
+        self.whole = False
+
     def _expand_block(self) -> None:
         krylov = self.krylov
-        b = min(self.options.block, krylov.frontier)
+        b = min(self.request.block, krylov.frontier)
         rows = krylov.rows[krylov.multiplied : krylov.multiplied + b, : krylov.width]
         results = torch.zeros_like(rows)
-        self.products.into(rows, results)
+        self._multiply(rows, results)
         krylov.expand_block(results)
         if self.products.deflation is not None and krylov.frontier:
             last = krylov.rows[krylov.size - krylov.frontier : krylov.size, : krylov.width]
@@ -174,8 +200,8 @@ class Solver:
 
     def _due(self) -> bool:
         """Whether this is a step at which the host looks at the coefficients."""
-        full = self.krylov.size + self.options.block > self._capacity()
-        out = self.products.count >= self.options.max_products
+        full = self.krylov.size + self.request.block > self._capacity()
+        out = self.products.count >= self.request.max_products
         whole = self.krylov.multiplied >= self.products.room
         return full or out or whole or self.products.count >= self.next_look
 
@@ -187,33 +213,33 @@ class Solver:
                 is allowed; at most 1 where the next step may end the search.
         """
         wait = int(math.log(min(worst, 1e30)) / math.log(FASTEST)) if worst > 1.0 else 1
-        stride = max(self.options.stride, self.krylov.multiplied // 64)
+        stride = max(self.request.stride, self.krylov.multiplied // 64)
         self.next_look = self.products.count + max(stride, wait)
 
     def _judge(self) -> None:
         """Look at the Ritz pairs; go on, start certifying, or end."""
-        krylov, options = self.krylov, self.options
-        if krylov.multiplied < options.k:
+        krylov, request = self.krylov, self.request
+        if krylov.multiplied < request.k:
             if self.exhausted:
-                self.finish("every direction that is left was examined")
-            self.next_look = self.products.count + options.k - krylov.multiplied
+                self.finish(Outcome.EXAMINED_ALL, "every direction that is left was examined")
+            self.next_look = self.products.count + request.k - krylov.multiplied
             return
         ritz = self.ritz()
         krylov.norm = max(krylov.norm, float(ritz.values.abs().max()))
-        residuals, allowed = ritz.residuals[: options.k], self.allowed(ritz.values[: options.k])
+        residuals, allowed = ritz.residuals[: request.k], self.allowed(ritz.values[: request.k])
         found = residuals <= allowed
         self.found = int(found.sum())
         worst = (
-            float((residuals[~found] / allowed[~found]).max()) if self.found < options.k else 0.0
+            float((residuals[~found] / allowed[~found]).max()) if self.found < request.k else 0.0
         )
         self._plan_look(worst)
         if self.exhausted or krylov.multiplied >= self.products.room:
             self.doubt = 0.0
-            self.finish("converged: the basis spans the whole space")
+            self.finish(Outcome.CONVERGED, "converged: the basis spans the whole space")
         elif not bool(found.all()):
             self.converged_at = None
-        elif not options.certify:
-            self.finish("converged; hidden copies were not looked for")
+        elif not request.certify.copies:
+            self.finish(Outcome.NOT_CERTIFIED, "converged; hidden copies were not looked for")
         else:
             if self.converged_at is None:
                 self.converged_at = self.products.count
@@ -223,17 +249,17 @@ class Solver:
                 self._give_up()
 
     def _edges(self, ritz: Ritz) -> list[Edge]:
-        krylov, k = self.krylov, self.options.k
+        krylov, k = self.krylov, self.request.k
         values = ritz.values[:k]
         slack = torch.maximum(
-            tolerances(values, self.options.tol, self.options.relative_to, krylov.norm),
+            tolerances(values, self.request.tol, self.request.relative_to, krylov.norm),
             (ritz.residuals[:k] + self.loss).clamp_min(self.floor),
         )
-        return edges(values, slack, self.options.which, floor=self.floor, norm=krylov.norm)
+        return edges(values, slack, self.request.which, floor=self.floor, norm=krylov.norm)
 
     def _emerging(self, ritz: Ritz) -> Tensor | None:
         """Columns of unwanted Ritz vectors that may still become wanted, or ``None``."""
-        krylov, k = self.krylov, self.options.k
+        krylov, k = self.krylov, self.request.k
         mixing = ritz.mixing[:, k:]
         if mixing.shape[1] == 0 or krylov.frontier == 0:
             return None
@@ -245,9 +271,9 @@ class Solver:
 
     def _begin_chain(self, ritz: Ritz) -> None:
         """Set the frontier aside and start a chain from a random row orthogonal to what is left."""
-        krylov, k = self.krylov, self.options.k
+        krylov, k = self.krylov, self.request.k
         krylov.set_aside()
-        most = krylov.capacity - self.options.reserve - len(krylov.aside)
+        most = krylov.capacity - self.request.rows.reserve - len(krylov.aside)
         if krylov.multiplied > most:
             self._compress(max(k, most))
             ritz = self.ritz()
@@ -259,13 +285,13 @@ class Solver:
         else:
             self.exhausted = True
             self.doubt = 0.0
-            self.finish("converged: the basis spans the whole space")
+            self.finish(Outcome.CONVERGED, "converged: the basis spans the whole space")
 
     def _certify_step(self, chain: Chain) -> None:
         krylov = self.krylov
         self._expand()
         going = krylov.settle()
-        require_rounding(self.products, krylov, self.options.limit, self.options.seed)
+        require_rounding(self.products, krylov, self.limit, self.request.seed)
         j = krylov.multiplied - 1
         column = krylov.coupling[:, j]
         chain.alphas.append(float(column[j]))
@@ -276,7 +302,7 @@ class Solver:
         doubt = self.doubt * chain.doubt(self.products.room)
         full = krylov.size + len(krylov.aside) + 1 >= krylov.capacity
         out = full or self._out_of_patience()
-        ends = doubt <= self.options.doubt or not going or out
+        ends = doubt <= self.request.certify.doubt or not going or out
         # An eigenvalue that comes into sight stays there: it need not be looked for at every step.
         if (ends or len(chain) % 4 == 0) and chain.found(torch.linalg.eigvalsh(krylov.projected())):
             self.chain = None
@@ -290,9 +316,9 @@ class Solver:
             return
         self.chain = None
         krylov.forget(chain.first)
-        if doubt <= self.options.doubt:
+        if doubt <= self.request.certify.doubt:
             self.doubt = doubt
-            self.finish("converged")
+            self.finish(Outcome.CONVERGED, "converged")
         elif out:
             self._give_up()
         else:
@@ -303,7 +329,7 @@ class Solver:
         """Whether certifying has cost more than it may."""
         if self.converged_at is None:
             return False
-        limit = self.options.certify_products
+        limit = self.request.certify.products
         if limit is None:
             limit = max(24, self.converged_at // 2)
         return self.products.count - self.converged_at >= limit
@@ -311,17 +337,18 @@ class Solver:
     def _give_up(self) -> None:
         more = self.products.count - (self.converged_at or 0)
         self.finish(
+            Outcome.NOT_EXCLUDED,
             f"converged, but {more} more products could not exclude that an eigenvalue or a copy "
-            "was missed"
+            "was missed",
         )
 
     def _capacity(self) -> int:
         # The search leaves the reserve to the chain, until a chain has found something.
-        return self.options.basis
+        return self.request.rows.search
 
     def _keep(self) -> int:
-        k, basis = self.options.k, self.options.basis
-        free = basis - self.krylov.frontier - self.options.block
+        k, basis = self.request.k, self.request.rows.search
+        free = basis - self.krylov.frontier - self.request.block
         return min(max(k + 1, k + (basis - k) // 2), free, self.krylov.multiplied)
 
     def _compress(self, keep: int) -> None:
@@ -332,13 +359,10 @@ class Solver:
     def _best_frontier_row(self) -> int:
         """The frontier row that the unconverged wanted pairs point to most."""
         krylov = self.krylov
-        if self.queued > 0:
-            self.queued -= 1
-            return 0
-        if krylov.frontier == 1:
+        if self.queued > 0 or krylov.frontier == 1:
             return 0
         ritz = self.ritz()
-        k = min(self.options.k, krylov.multiplied)
+        k = min(self.request.k, krylov.multiplied)
         late = ritz.residuals[:k] > self.allowed(ritz.values[:k])
         emerging = None if bool(late.any()) else self._emerging(ritz)
         columns = ritz.mixing[:, :k][:, late] if emerging is None else emerging
@@ -355,6 +379,6 @@ class Solver:
         """A random frontier row, orthogonal to all others; False if the space is exhausted."""
         if self.krylov.size >= self.products.room:
             return False
-        generator = torch.Generator().manual_seed((self.options.seed + 1) * 1_000_003 + self.draws)
+        generator = torch.Generator().manual_seed((self.request.seed + 1) * 1_000_003 + self.draws)
         self.draws += 1
         return self._add(self.products.space.normal(generator, self.products.dtype))

@@ -53,7 +53,7 @@ def trace(
     """
     products = Products(as_operator(operator), None)
     check_positive(probes=probes)
-    products.probe(None, seed)
+    products.probe(seed)
     third = max(1, probes // 3)
     if third >= products.n and not products.space.sharded:
         rows = torch.eye(products.n, dtype=products.dtype, device=products.device)
@@ -168,7 +168,7 @@ def diagonal(
     check_positive(probes=probes)
     if probes < 2:
         raise ValueError("diagonal needs probes >= 2 for an error bar")
-    products.probe(None, seed)
+    products.probe(seed)
     work = Work("diagonal", products, {"probes": probes, "seed": seed}, checkpoint, progress)
     generator = torch.Generator().manual_seed(seed)
     sums = torch.zeros(2, products.width, dtype=torch.float64, device=products.device)

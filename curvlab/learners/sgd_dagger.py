@@ -115,7 +115,7 @@ class SGDDagger(Learner):
         if self.epsilon is None:
             wanted = 0 if self.k is None else self.k
             pairs = lanczos(hessian, wanted, tol=self.tol, seed=seed, progress=False)
-            return pairs.unless_interrupted(), {"products": pairs.matvecs}
+            return pairs, {"products": pairs.matvecs}
         energy = spectral_energy(
             hessian,
             self.epsilon,

@@ -104,7 +104,7 @@ def spectrum_above(
         room = min(most, operator.n) - len(values)
         pairs = lanczos(
             operator, min(batch, room), tol=tol, deflate=vectors, seed=seed, progress=False
-        ).unless_interrupted()
+        )
         products += pairs.matvecs
         complete = complete and pairs.complete
         values = torch.cat([values, pairs.values.cpu()])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlab.operators.operator import Operator
-from curvlab.probe import LinearOperator
+from curvlab.probe import LinearOperator, OperatorError
 
 
 class FromFunction(Operator):
@@ -46,6 +46,11 @@ class FromFunction(Operator):
         if not isinstance(image, Tensor) or image.shape != vectors.shape:
             came = tuple(image.shape) if isinstance(image, Tensor) else type(image).__name__
             raise ValueError(f"the function must return shape {tuple(vectors.shape)}; got {came}")
+        if not image.is_floating_point():
+            raise OperatorError(
+                f"the function must return real floats; got {image.dtype}. A real symmetric "
+                "operator has real images: take .real if the imaginary part vanishes"
+            )
         return image.detach().to(device=self.device, dtype=self.dtype, copy=True)
 
 

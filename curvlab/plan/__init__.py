@@ -281,8 +281,8 @@ def _advice(unit: Unit, available: int, peak: int, most: int, found: list[Memory
             )
         else:
             lines.append(
-                "the solver's rows do not fit beside one sample's graph: lanczos(memory=...) with "
-                "a smaller basis, or more ranks"
+                "the solver's rows do not fit beside one sample's graph: room=Room(bytes=...) "
+                "with fewer, Room(file=...) on a disk, or more ranks"
             )
     if not any(memory.fits for memory in found):
         lines.append("M fits in no storage dtype: MappedFile(folder) streams it from disk")

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from curvlab.batches import Batches, map_tensors, rows, tensors
 from curvlab.eigen import lanczos
-from curvlab.operators import Curvature
+from curvlab.operators import Curvature, FromFunction
 from curvlab.operators.objective import terms
 from curvlab.operators.products.autograd import kept
 from curvlab.operators.products.memory import Cost, measure
@@ -120,13 +120,11 @@ def _step_seconds(dtype: torch.dtype, device: torch.device, n: int = 3000) -> fl
     best = float("inf")
     for _ in range(2):
         pairs = lanczos(
-            (lambda vector: values * vector, n),
+            FromFunction(lambda vector: values * vector, n, dtype=dtype, device=device),
             8,
             dense=False,
             max_products=40,
             progress=False,
-            dtype=dtype,
-            device=device,
         )
         best = min(best, pairs.seconds / max(1, pairs.matvecs))
     return best

@@ -238,7 +238,7 @@ def sgd_step(
 
 def storage(dtype: torch.dtype, device: torch.device) -> None:
     """``quantise`` and ``dequantise``: the same codes, scales and values, to the last bit."""
-    for n in (1, 63, 65, 1023):
+    for n in (1, 63, 65, 1023, 4099):
         vectors = random(3, n, seed=5).float()
         vectors[0] *= 10.0 ** random(n, seed=6).float()  # many magnitudes in a block
         vectors[1, : min(n, 64)] = 0.0

@@ -18,6 +18,8 @@ TABLE: dict[str, Build] = (
         "stmatrix": warps.matrix,
         "shfl": warps.shuffle,
         "bar": warps.warp_barrier,  # a block's barrier is the scheduler's
+        "redux": warps.reduce,
+        "trap": warps.trap,
         "atom": movement.atomic,
         "red": movement.atomic,
     }

@@ -12,7 +12,7 @@ from curvlab_kernels._triton.launch import Launch, handed_to
 from curvlab_kernels.audit.ptx.memory import GlobalMemory
 from curvlab_kernels.audit.ptx.program import parse
 from curvlab_kernels.audit.ptx.report import Report
-from curvlab_kernels.audit.ptx.scheduler import Executable
+from curvlab_kernels.audit.ptx.scheduler import LANES, Executable
 
 Order = Callable[[int], Iterable[int]]  # of the number of blocks
 
@@ -37,6 +37,7 @@ def execute(
     reaches: Sequence[Tensor] = (),
     races: bool = True,
     order: Order | None = None,
+    lanes: int = LANES,
     **constants: Any,
 ) -> Report:
     """Compile a Triton kernel, execute its PTX on the CPU, and check what it does.
@@ -55,6 +56,7 @@ def execute(
         reaches: Tensors that the kernel finds by addresses in a table, not by its arguments.
         races: Look for races in global memory, which lists every access.
         order: Gives the order in which blocks run; all in ascending order by default.
+        lanes: Threads that run side by side.
         constants: Compile-time arguments and options such as ``num_warps``.
     """
     loaded, values, tensors = load(kernel, arguments, constants, architecture)
@@ -67,33 +69,34 @@ def execute(
         dynamic_shared=loaded.shared,
         races=races,
         order=None if order is None else order(x * y * z),
+        lanes=lanes,
     )
     report.require_clean()
     return report
 
 
+def execute_launch(launch: Launch, architecture: int = 80, **options: Any) -> Report:
+    """:func:`execute` for a launch of this package; ``options`` are those of ``execute``."""
+    return execute(
+        launch.kernel,
+        (launch.programs,),
+        *launch.arguments,
+        architecture=architecture,
+        reaches=launch.reaches,
+        **options,
+        **launch.constants,
+        **launch.options,
+    )
+
+
 @contextmanager
-def executed(
-    architecture: int = 80, *, races: bool = True, order: Order | None = None
-) -> Iterator[list[Report]]:
-    """Within it this package's launches are executed from PTX; their reports are listed."""
+def executed(architecture: int = 80, **options: Any) -> Iterator[list[Report]]:
+    """Within it this package's launches are executed from PTX; their reports are listed.
+
+    ``options`` are ``races``, ``order`` and ``lanes`` of :func:`execute`.
+    """
     reports: list[Report] = []
-
-    def run(launch: Launch) -> None:
-        report = execute(
-            launch.kernel,
-            (launch.programs,),
-            *launch.arguments,
-            architecture=architecture,
-            reaches=launch.reaches,
-            races=races,
-            order=order,
-            **launch.constants,
-            **launch.options,
-        )
-        reports.append(report)
-
-    with handed_to(run):
+    with handed_to(lambda launch: reports.append(execute_launch(launch, architecture, **options))):
         yield reports
 
 

@@ -139,7 +139,7 @@ class SharedMemory:
             if (self._races(self.writer[units], stamp) & changes).any():
                 self.report.found("race in shared memory: write after write", instruction)
             read = self._races(self.reader[units], stamp) | self._races(self.other[units], stamp)
-            if (read & changes).any():
+            if read.any():
                 self.report.found("race in shared memory: write after read", instruction)
             self.writer[units] = stamp
         memory[at // width] = values

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 BITS = {"pred": 1} | {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)}
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.DOTALL)
-_LOCATION = re.compile(r"\.loc\s+\d+\s+(\d+)\s+\d+.*?(?://\s*([^\s:]+):(\d+))?")
+_LOCATION = re.compile(r"\.loc\s+\d+\s+(\d+)\s+\d+[^/]*(?://\s*([^\s:]+):(\d+))?")
 _DECLARED = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
 _SHARED = re.compile(r"(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]")
 

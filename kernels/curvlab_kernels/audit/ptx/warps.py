@@ -132,3 +132,43 @@ def warp_barrier(program: Program, instruction: Instruction) -> Step:
         _check_members(machine, mask, machine.spread(read(machine)), instruction)
 
     return run
+
+
+_REDUCE: dict[str, np.ufunc] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+def reduce(program: Program, instruction: Instruction) -> Step:
+    """``redux.sync``: one result for all lanes of a warp."""
+    parts = instruction.parts
+    if len(parts) != 4 or parts[2] not in _REDUCE or parts[3] not in ("s32", "u32", "b32"):
+        raise instruction.unknown()
+    write = writer(program, instruction.operands[0])
+    read = reader(program, instruction.operands[1], parts[3])
+    named = reader(program, instruction.operands[2], "u32")
+    function = _REDUCE[parts[2]]
+
+    def run(machine: Machine, mask: Mask) -> None:
+        machine.whole_warps(mask, instruction)  # a part of a warp would need its own total
+        _check_members(machine, mask, machine.spread(named(machine)), instruction)
+        values = machine.spread(read(machine)).reshape(-1, WARP)
+        totals = function.reduce(values, axis=1, dtype=values.dtype)
+        write(machine, np.repeat(totals, WARP), mask)
+
+    return run
+
+
+def trap(_program: Program, instruction: Instruction) -> Step:
+    """Ends the execution, if any lane gets here."""
+
+    def run(machine: Machine, mask: Mask) -> None:
+        if machine.active(mask).size:
+            raise Fault(f"trap reached at {instruction}")
+
+    return run

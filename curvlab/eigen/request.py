@@ -1,0 +1,200 @@
+"""What a solve is asked for: every argument checked here, once, for every way of solving.
+
+:class:`Certify`, :class:`Room` and :class:`Checkpoint` are what a caller may say about proof,
+memory and files; :func:`request` makes one :class:`Request` of everything, with defaults filled in.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from curvlab.eigen.products import Products
+from curvlab.eigen.result import RelativeTo
+from curvlab.eigen.room import Room, Rows, rows_for
+from curvlab.eigen.selection import check_which
+
+
+@dataclass(frozen=True, slots=True)
+class Certify:
+    """How a result is proved.
+
+    Args:
+        copies: Whether to look for hidden copies, and other eigenvalues that were missed.
+        doubt: Probability with which that may be wrong.
+        products: Most products for one attempt (default half of those used to converge, at least
+            24); after them the result says that it is not complete.
+        explicit: Compute every residual from a product with the vector itself, one per pair. By
+            default they come from the decomposition; see :mod:`curvlab.eigen.finish`.
+    """
+
+    copies: bool = True
+    doubt: float = 1e-3
+    products: int | None = None
+    explicit: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.doubt < 1.0:
+            raise ValueError(f"Certify(doubt=) is a probability, 0 < doubt < 1; got {self.doubt}")
+        if self.products is not None and self.products < 1:
+            raise ValueError(f"Certify(products=) is at least 1; got {self.products}")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Where the state of a solve is kept: if the file exists, the solve goes on from it.
+
+    Args:
+        file: A file; on several ranks a folder.
+        every: Products between two saves.
+    """
+
+    file: str | Path
+    every: int = 50
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"Checkpoint(every=) is at least 1; got {self.every}")
+
+    @property
+    def path(self) -> Path:
+        return Path(self.file)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked request; see :func:`curvlab.lanczos` for what is not explained here.
+
+    Attributes:
+        rows: Those of the search, and those that certification may take.
+        block: Rows multiplied together.
+        stride: Steps between two looks at the coefficients, where looking costs a transfer.
+    """
+
+    k: int
+    which: str
+    tol: float
+    relative_to: RelativeTo
+    seed: int
+    max_products: int
+    certify: Certify
+    rows: Rows
+    block: int
+    stride: int
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to belong to this solve."""
+        return {
+            "k": self.k,
+            "which": self.which,
+            "tol": self.tol,
+            "relative_to": self.relative_to,
+            "seed": self.seed,
+            "copies": self.certify.copies,
+            "doubt": self.certify.doubt,
+            "certify products": self.certify.products,
+            "rows": self.rows.search,
+            "reserve": self.rows.reserve,
+            "block": self.block,
+            "stride": self.stride,
+        }
+
+
+def request(
+    products: Products,
+    k: int,
+    *,
+    which: str = "LM",
+    tol: float = 1e-3,
+    relative_to: RelativeTo = "value",
+    seed: int = 0,
+    max_products: int | None = None,
+    certify: Certify | bool = True,
+    room: Room | None = None,
+    block: int = 1,
+) -> Request:
+    """Check what was asked of a solver and fill in what was not."""
+    check_numbers(products, k, which=which, tol=tol, relative_to=relative_to, seed=seed)
+    if isinstance(certify, bool):
+        certify = Certify(copies=certify)
+    if not isinstance(certify, Certify):
+        raise TypeError(f"certify= is True, False or Certify(...); got {type(certify).__name__}")
+    if not isinstance(room, Room | None):
+        raise TypeError(f"room= is Room(rows=, bytes=, file=); got {type(room).__name__}")
+    return Request(
+        k=k,
+        which=which,
+        tol=tol,
+        relative_to=relative_to,
+        seed=seed,
+        max_products=product_budget(max_products, k),
+        certify=certify,
+        rows=rows_for(products, k, block, room or Room(), certify.copies),
+        block=block,
+        stride=1 if products.device.type == "cpu" or block > 1 else 4,
+    )
+
+
+def as_checkpoint(checkpoint: Checkpoint | str | Path | None) -> Checkpoint | None:
+    """A path as the checkpoint in that file."""
+    return Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
+
+
+def check_choice(name: str, value: str, choices: Any) -> str:
+    """``value`` if it is one of a ``Literal``'s choices."""
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise ValueError(f"{name}= is one of {', '.join(map(repr, allowed))}; got {value!r}")
+    return value
+
+
+def check_numbers(
+    products: Products, k: int, *, which: str, tol: float, relative_to: str, seed: int
+) -> None:
+    """Raise unless the request can be met in principle."""
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k= is a whole number of pairs; got {type(k).__name__}")
+    if not 1 <= k <= products.room:
+        left = f"{products.n} - {products.n - products.room} deflated"
+        raise ValueError(f"k= is between 1 and n = {left}; got {k}")
+    check_which(which)
+    if not 0.0 <= tol < 1.0:
+        raise ValueError(f"tol= is a relative residual, 0 <= tol < 1; got {tol}")
+    check_choice("relative_to", relative_to, RelativeTo)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**40:
+        raise ValueError(f"seed= is a whole number, 0 <= seed < 2**40; got {seed!r}")
+
+
+def check_start(v0: Tensor | None, products: Products) -> Tensor | None:
+    """Start vectors as rows ``(b, n)``, or ``None``."""
+    if v0 is None:
+        return None
+    if not isinstance(v0, Tensor):
+        raise TypeError(f"v0= is a tensor (n,) or (b, n); got {type(v0).__name__}")
+    if v0.ndim not in (1, 2) or v0.shape[-1] != products.width:
+        raise ValueError(
+            f"v0= is (n,) or (b, n) with n = {products.width}; got {tuple(v0.shape)}. Vectors are "
+            "rows"
+        )
+    if not v0.is_floating_point():
+        raise TypeError(f"v0= is {v0.dtype}; it must be real floats")
+    if v0.device != products.device:
+        raise ValueError(f"v0= is on {v0.device}, the operator on {products.device}: move one")
+    rows = v0.detach().reshape(-1, products.width)
+    lengths = products.space.norm(rows.to(products.dtype))
+    if not bool(torch.isfinite(lengths).all()):
+        raise ValueError("v0= holds NaN or infinity")
+    if bool((lengths == 0.0).any()):
+        raise ValueError("v0= holds a vector of zeros: nothing can start from it")
+    return rows
+
+
+def product_budget(max_products: int | None, k: int) -> int:
+    """How many products a solve may make."""
+    if max_products is None:
+        return max(1000, 50 * k)
+    if max_products < 1:
+        raise ValueError(f"max_products= is at least 1; got {max_products}")
+    return max_products

@@ -1,0 +1,134 @@
+"""Memory of a solve: how many rows it may keep, where, and what that takes.
+
+The same arithmetic serves the solver, which refuses before it allocates, and ``curvlab plan``. A
+solve holds the rows of its search, a reserve for the chain that looks for hidden copies, the ``k``
+vectors that it returns, and a few vectors in the making.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from curvlab_kernels import ops
+from torch import Tensor
+
+from curvlab.eigen.products import Products
+from curvlab.operators.products.memory import free_bytes
+
+RESERVE = 32  # rows for a chain that looks for hidden copies
+LEAST_RESERVE = 8  # the same when memory is short
+PASSING = 4  # vectors in the making: what is multiplied, its product, copies of them
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the working rows may take.
+
+    Args:
+        rows: Of the basis, certification included (default about ``3 k + 44``). A full basis is
+            compressed, at the price of more products.
+        bytes: In place of ``rows``: all long vectors of the solve together, the result included.
+        file: Keep the rows in this file, mapped into memory, instead of in memory: slower, and as
+            many as the disk holds. The file is replaced, and removed when the solve ends.
+    """
+
+    rows: int | None = None
+    bytes: int | None = None
+    file: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.bytes is not None:
+            raise ValueError("give Room(rows=) or Room(bytes=), not both")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a search, and beyond those for a chain that looks for hidden copies."""
+
+    search: int
+    reserve: int
+    file: Path | None = None
+
+    @property
+    def total(self) -> int:
+        return self.search + self.reserve
+
+
+def usual_rows(k: int, block: int = 1) -> int:
+    """Rows of the search when nothing else is said."""
+    return max(2 * k + 32, 3 * k + 12) + 2 * (block - 1)
+
+
+def solve_bytes(rows: int, k: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes of a solve's long vectors.
+
+    Args:
+        rows: Of the search and the reserve together.
+        width: Elements of a vector that are held here.
+    """
+    return (rows + k + PASSING) * ops.padded(width) * (torch.finfo(dtype).bits // 8)
+
+
+def rows_for(products: Products, k: int, block: int, room: Room, copies: bool) -> Rows:
+    """How many rows a solve gets; raises if what it needs is more than it may take."""
+    least_reserve = (LEAST_RESERVE if copies else 2) + block - 1
+    reserve = (min(RESERVE, products.room + 2) if copies else 2) + block - 1
+    least, most = min(products.room + block, k + 2 + block), products.room + block
+    total = room.rows
+    vector = solve_bytes(1, 0, products.width, products.dtype) // (1 + PASSING)
+    if room.bytes is not None:
+        total = room.bytes // vector - k - PASSING
+    if total is None:
+        rows = Rows(min(usual_rows(k, block), most), reserve, _path(room))
+    else:
+        if total < least + least_reserve:
+            given = f"rows={room.rows}" if room.bytes is None else f"bytes={room.bytes}"
+            needed = solve_bytes(least + least_reserve, k, products.width, products.dtype)
+            raise ValueError(
+                f"Room({given}) is too little: k = {k} needs at least {least + least_reserve} rows "
+                f"({needed} bytes with the result). Ask for fewer pairs at a time with deflate=, "
+                "or keep the rows in a file: Room(file=...)"
+            )
+        reserve = min(reserve, max(least_reserve, min(total // 4, total - least)))
+        rows = Rows(min(total - reserve, most), reserve, _path(room))
+    _require_memory(products, rows, k, least + least_reserve)
+    return rows
+
+
+def _path(room: Room) -> Path | None:
+    return None if room.file is None else Path(room.file)
+
+
+def _require_memory(products: Products, rows: Rows, k: int, least: int) -> None:
+    """Raise before anything is allocated if the rows do not fit what is free."""
+    width, dtype = products.width, products.dtype
+    held = 0 if rows.file is not None else rows.total
+    needed, free = solve_bytes(held, k, width, dtype), free_bytes(products.device)
+    if needed <= free:
+        return
+    smallest = solve_bytes(least, k, width, dtype)
+    cures = ["Room(file=...), which keeps the rows in a mapped file"]
+    if smallest <= free:
+        cures.insert(0, f"Room(bytes=...) between {smallest} and {int(free)}, at more products")
+    if dtype == torch.float64:
+        cures.append("an operator in float32, which takes half")
+    cures.append("fewer pairs at a time with deflate=")
+    raise MemoryError(
+        f"a solve with {rows.total} rows of {width} elements takes {needed} bytes, and "
+        f"{int(free)} are free on {products.device}. What would do: {'; '.join(cures)}"
+    )
+
+
+def allocate(rows: Rows, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros ``(total, padded width)``; on a CPU memory is touched only when a row is written."""
+    shape, kind = (rows.total, ops.padded(width)), str(dtype).removeprefix("torch.")
+    if rows.file is not None:
+        if device.type != "cpu":
+            raise ValueError(f"Room(file=) keeps rows in the CPU's memory; these are on {device}")
+        mapped = np.memmap(rows.file, kind, "w+", shape=shape)
+        rows.file.unlink()  # the mapping keeps it until the solve ends, however it ends
+        return torch.from_numpy(mapped)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape, kind))

@@ -1,0 +1,130 @@
+"""Linear systems by conjugate gradients: true residuals, indefinite systems, deflation."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from curvlab import GaussNewton, Hessian, NotConvergedError, lanczos, solve
+from curvlab.nets import mlp
+from curvlab.operators import Dense, FromFunction
+
+
+def rotated(values, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    n = len(values)
+    q = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
+    matrix = (q * values) @ q.T
+    return ((matrix + matrix.T) / 2).to(dtype)
+
+
+SPECTRA = {
+    "well conditioned": torch.linspace(1, 3, 150, dtype=torch.float64),
+    "outliers": torch.cat([torch.logspace(4, 2, 10), torch.rand(140) + 0.1]).double(),
+    "falling": torch.logspace(1, -4, 150, dtype=torch.float64),
+    "low rank": torch.cat([torch.ones(5), torch.zeros(145)]).double(),
+    "zero": torch.zeros(150, dtype=torch.float64),
+    "one": torch.ones(150, dtype=torch.float64),
+}
+LIMIT = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("k", [0, 8])
+def test_the_reported_residual_is_not_below_the_true_one(name, dtype, k):
+    matrix = rotated(SPECTRA[name], dtype=dtype)
+    operator = Dense(matrix)
+    b = torch.randn(150, generator=torch.Generator().manual_seed(1)).to(dtype)
+    pairs = lanczos(operator, k, tol=1e-3) if k else None
+    found = solve(operator, b, damping=0.01, pairs=pairs, tol=LIMIT[dtype])
+    # with outliers of 1e4 and x of 1e1, products in float32 leave 1e-2 of b: it says so
+    assert found.converged or (dtype == torch.float32 and "products are right" in found.reason)
+    exact = operator.dense().double() + 0.01 * torch.eye(150, dtype=torch.float64)
+    true = (b.double() - exact @ found.x.double()).norm() / b.double().norm()
+    assert float(true) <= found.residual
+    assert found.x.dtype == dtype
+
+
+def test_deflating_the_outliers_saves_most_of_the_steps():
+    operator = Dense(rotated(SPECTRA["outliers"]))
+    b = torch.randn(150, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pairs = lanczos(operator, 10, tol=1e-3)
+    plain = solve(operator, b, damping=0.01, tol=1e-6)
+    deflated = solve(operator, b, damping=0.01, tol=1e-6, pairs=pairs)
+    # 1e4 / 0.1 and 1 / 0.1 are the condition numbers: steps go with their roots
+    assert deflated.products < 0.5 * plain.products
+
+
+def test_an_indefinite_system_is_refused_with_the_damping_it_needs():
+    values = torch.cat([torch.linspace(1, 3, 149), torch.tensor([-0.5])]).double()
+    operator = Dense(rotated(values))
+    b = torch.randn(150, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"not positive definite.*damping above 0\.\d+"):
+        solve(operator, b, damping=0.1, tol=1e-10)
+    assert solve(operator, b, damping=0.6, tol=1e-10).converged
+    pairs = lanczos(operator, 3, which="both", tol=1e-6)
+    with pytest.raises(ValueError, match=r"not positive definite.*damping above 0\.5"):
+        solve(operator, b, damping=0.1, pairs=pairs)
+
+
+def test_a_newton_step_of_a_network_solves_its_dense_system():
+    model = mlp((6, 8, 3), seed=0, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(40, 6, generator=generator, dtype=torch.float64)
+    batch = inputs, torch.randint(3, (40,), generator=generator)
+    operator = GaussNewton(model, cross_entropy, batch)
+    gradient = Hessian(model, cross_entropy, batch).gradient()
+    found = solve(operator, gradient, damping=1e-2, tol=1e-8).require_converged()
+    exact = operator.dense() + 1e-2 * torch.eye(operator.n, dtype=torch.float64)
+    error = (found.x - torch.linalg.solve(exact, gradient)).norm()
+    assert float(error) <= found.residual * float(gradient.norm()) / 1e-2  # no value is below this
+
+
+def test_what_cannot_be_reached_is_said():
+    operator = Dense(rotated(SPECTRA["falling"], dtype=torch.float32))
+    b = torch.randn(150)
+    short = solve(operator, b, tol=1e-3, max_products=8)
+    assert not short.converged
+    assert short.products <= 8
+    with pytest.raises(NotConvergedError, match="budget of 8 products"):
+        short.require_converged()
+    fine = solve(operator, b, damping=0.01, tol=1e-12)
+    assert not fine.converged
+    assert "products are right to" in fine.reason
+
+
+def test_nothing_to_solve_costs_nothing():
+    found = solve(Dense(rotated(SPECTRA["one"])), torch.zeros(150, dtype=torch.float64))
+    assert found.converged
+    assert not found.x.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"b": torch.ones(149)}, r"vector \(150,\)"),
+        ({"b": torch.ones(150, dtype=torch.int64)}, "real floats"),
+        ({"b": torch.full((150,), math.nan)}, "NaN"),
+        ({"damping": -1.0}, "damping="),
+        ({"damping": math.nan}, "damping="),
+        ({"tol": 0.0}, "tol="),
+        ({"max_products": 0}, "max_products="),
+    ],
+)
+def test_bad_arguments_are_named(options, match):
+    with pytest.raises(ValueError, match=match):
+        solve(Dense(torch.eye(150)), **{"b": torch.ones(150), **options})
+
+
+def test_an_operator_that_returns_nan_later_is_an_error():
+    calls = 0
+
+    def product(vector):
+        nonlocal calls
+        calls += 1
+        return vector * (math.nan if calls > 8 else torch.linspace(1, 50, 30))
+
+    with pytest.raises(ValueError, match="NaN"):
+        solve(FromFunction(product, 30), torch.ones(30), tol=1e-6)

@@ -1,0 +1,147 @@
+"""The kernels' compiled code, executed: every agreement check, from PTX, with a sanitizer's checks.
+
+One architecture here; ``make audit`` runs all three. The mutants show what the run would notice.
+"""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+from curvlab_kernels import _triton  # noqa: E402
+from curvlab_kernels.audit.agreement import basis, checks, pieces, random  # noqa: E402
+from curvlab_kernels.audit.ptx import Fault, UnknownInstruction, execute, executed  # noqa: E402
+from curvlab_kernels.audit.ptx.mutants import KINDS, outcomes  # noqa: E402
+
+pytestmark = pytest.mark.aot
+ARCHITECTURE = 90  # the oldest that has every storage dtype
+CHECKS = {check.name: check.run for check in checks()}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_compiled_kernel_agrees_with_the_reference_and_races_with_nobody(name):
+    with executed(ARCHITECTURE) as reports:
+        CHECKS[name](torch.device("cpu"))
+    assert all(sum(report.issued.values()) for report in reports)
+
+
+def results(order, lanes_of_blocks):
+    """Bits of a projection, a list and an orthonormalisation."""
+    found = []
+    with executed(ARCHITECTURE, order=order, lanes=lanes_of_blocks):
+        for dtype in (torch.float32, torch.int8):
+            rows, scales = basis(17, 9001, dtype)
+            vector = random(9001, seed=2, dtype=torch.float32)
+            found += [_triton.project_(rows, vector, None, scales), vector]
+            tensors = pieces(9001, 2, torch.float32)
+            found += [_triton.project_list_(rows, tensors, None, scales), *tensors]
+        rows, _ = basis(40, 9001, torch.float32)
+        vector = random(9001, seed=3, dtype=torch.float32)
+        found += [*_triton.orthonormalise_(rows, vector), vector]
+    return found
+
+
+def test_the_order_of_blocks_changes_no_bit():
+    ascending = results(None, 1 << 15)
+    backwards = results(lambda count: reversed(range(count)), 128)
+    for first, second in zip(ascending, backwards, strict=True):
+        assert torch.equal(first, second)
+
+
+# A few places of one kernel: `python -m curvlab_kernels.audit.ptx.mutants` breaks all of them.
+@pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
+def test_a_broken_kernel_is_noticed_or_gives_the_same_bits(kind):
+    fates = [each.fate for each in outcomes(ARCHITECTURE, [kind], every=14, only="project float32")]
+    assert fates
+    assert "missed" not in fates
+    if kind in ("barrier removed", "shuffle mask cut"):
+        assert set(fates) == {"flagged"}
+
+
+@triton.jit
+def add_kernel(x, y, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    tl.store(out + at, tl.load(x + at, mask=mask) + tl.load(y + at, mask=mask), mask=mask)
+
+
+@triton.jit
+def careless_kernel(x, out, n, BLOCK: tl.constexpr):
+    """Forgets that the last block is not full."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n))
+
+
+@triton.jit
+def racing_kernel(x, n, BLOCK: tl.constexpr):
+    """Every block adds to the same number without atomics."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(x + 1 + at, mask=at < n, other=0.0), axis=0)
+    tl.store(x, tl.load(x) + total)
+
+
+@triton.jit
+def atomic_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.atomic_add(out, tl.sum(tl.load(x + at, mask=at < n, other=0), axis=0))
+
+
+@triton.jit
+def softmax_kernel(x, out, columns, BLOCK: tl.constexpr):
+    """Two axes of programs, an exponential and two reductions."""
+    row = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
+    at = tl.arange(0, BLOCK)
+    values = tl.load(x + row * columns + at, mask=at < columns, other=-float("inf"))
+    powers = tl.exp(values - tl.max(values, axis=0))
+    tl.store(out + row * columns + at, powers / tl.sum(powers, axis=0), mask=at < columns)
+
+
+@triton.jit
+def matrix_kernel(a, b, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    where = at[:, None] * BLOCK + at[None, :]
+    tl.store(out + where, tl.dot(tl.load(a + where), tl.load(b + where)))
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_anyones_kernel_can_be_executed(architecture):
+    x, y = torch.randn(1000), torch.randn(1000)
+    out = torch.empty(1000)
+    report = execute(add_kernel, (4,), x, y, out, 1000, BLOCK=256, architecture=architecture)
+    assert torch.equal(out, x + y)
+    assert report.bytes["global read"] == 8000
+    assert report.bytes["global written"] == 4000
+
+
+def test_a_softmax_over_two_axes_of_programs_is_right():
+    x = torch.randn(6, 100)
+    out = torch.empty(6, 100)
+    execute(softmax_kernel, (3, 2), x, out, 100, BLOCK=128, num_warps=2)
+    assert torch.allclose(out, torch.softmax(x, 1), rtol=1e-6, atol=0)
+
+
+def test_a_store_past_the_end_is_a_fault_that_names_the_line():
+    with pytest.raises(Fault, match=r"out of bounds.*test_ptx_kernels\.py"):
+        execute(careless_kernel, (4,), torch.randn(1000), torch.empty(1000), 1000, BLOCK=256)
+
+
+def test_blocks_that_add_without_atomics_race():
+    with pytest.raises(Fault, match="race in global memory"):
+        execute(racing_kernel, (4,), torch.zeros(1001), 1000, BLOCK=256)
+
+
+def test_atomics_do_not_race():
+    x, out = torch.arange(1000, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    execute(atomic_kernel, (4,), x, out, 1000, BLOCK=256)
+    assert out.item() == int(x.sum())
+
+
+def test_instructions_of_tensor_cores_are_refused_by_name():
+    a = torch.randn(64, 64, dtype=torch.float16)
+    with pytest.raises(UnknownInstruction, match="mma"):
+        execute(matrix_kernel, (1,), a, a, torch.empty(64, 64), BLOCK=64)
+
+
+def test_something_else_than_a_kernel_is_refused():
+    with pytest.raises(TypeError, match=r"a kernel under triton\.jit"):
+        execute(len, (1,))
