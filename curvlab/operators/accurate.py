@@ -23,6 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from curvlab.operators.products.attention import ARGUMENTS, attention, pays
+from curvlab.operators.products.recompute import LARGE, PIECE, Formula, recomputable, recomputed
+
 LINEAR = 40.0  # softplus(x) is x from here on, to rounding in float64
 
 
@@ -41,7 +44,11 @@ def curve(probabilities: Tensor, tangents: Tensor) -> Tensor:
 
 
 class Accurate(TorchFunctionMode):
-    """Replaces ``cross_entropy`` and ``binary_cross_entropy_with_logits`` inside the context."""
+    """Replaces ``cross_entropy`` and ``binary_cross_entropy_with_logits`` inside the context.
+
+    Long attention too, see :mod:`curvlab.operators.products.attention`: every mode costs each call
+    of torch inside it some microseconds, so there is one.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -53,6 +60,10 @@ class Accurate(TorchFunctionMode):
             given = {**_BINARY, **dict(zip(_BINARY, args, strict=False)), **kwargs}
             if _known(given) and given["target"].shape == given["input"].shape:
                 return _binary(given)
+        elif func is functional.scaled_dot_product_attention:
+            given = {**ARGUMENTS, **dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+            if pays(given):
+                return attention(given)
         return func(*args, **kwargs)
 
 
@@ -110,18 +121,29 @@ def _cross_entropy(given: dict[str, Any]) -> Tensor:
     flat = targets.reshape(-1)
     counted = flat != given["ignore_index"]
     column = flat.where(counted, 0).unsqueeze(1)
-    beyond = rows - rows.gather(1, column)
-    top = beyond.detach().amax(1, keepdim=True)  # 0 where the target is likeliest, never below
-    others = (beyond - top).scatter(1, column, -torch.inf).exp().sum(1)
-    top = top.squeeze(1)
-    # log(exp(-top) + others) + top, written so that it is log1p(others) where top is 0
-    losses: Tensor = torch.log1p(others + torch.expm1(-top)) + top
+    if rows.nbytes > LARGE and recomputable(rows):
+        # A vocabulary: the formula holds several numbers for each logit, so a few rows at a time.
+        step = max(1, PIECE // (rows.shape[1] * rows.element_size()))
+        pieces = zip(rows.split(step), column.split(step), strict=True)
+        losses = torch.cat([recomputed(Formula(_losses), piece)[0] for piece in pieces])
+    else:
+        losses = _losses(rows, column)
     weights = counted.to(losses.dtype) if weight is None else weight[column[:, 0]] * counted
     # a product with 0 would turn an infinite loss of an ignored row into NaN
     losses = (losses * weights).where(counted, 0.0)
     if given["reduction"] == "none":
         return losses.reshape(targets.shape)
     return losses.sum() / weights.sum() if given["reduction"] == "mean" else losses.sum()
+
+
+def _losses(rows: Tensor, column: Tensor) -> Tensor:
+    """The cross-entropy of every row ``(N, C)`` at the class in ``column`` ``(N, 1)``."""
+    beyond = rows - rows.gather(1, column)
+    top = beyond.detach().amax(1, keepdim=True)  # 0 where the target is likeliest, never below
+    others = (beyond - top).scatter(1, column, -torch.inf).exp().sum(1)
+    top = top.squeeze(1)
+    # log(exp(-top) + others) + top, written so that it is log1p(others) where top is 0
+    return torch.log1p(others + torch.expm1(-top)) + top
 
 
 def _binary(given: dict[str, Any]) -> Tensor:

@@ -1,17 +1,12 @@
-"""Blocks that are computed again whenever they are differentiated: the memory of one block.
+"""Blocks of a model that are computed again when they are differentiated: the memory of one block.
 
-A kept graph holds every activation of the model, twice. Here a block (one layer of a transformer,
-one stage of a ResNet) keeps only its inputs and, in a gradient that will be differentiated again,
-the gradient of its outputs. Its inside is rebuilt for its first derivative and once more for its
-second, and freed before the next block's. Activation checkpointing does not do this: its backward
-pass, when it is itself differentiated, holds the graph of all that was recomputed.
-
-Both derivatives are torch's own inside a block, chained by autograd across blocks, so the products
-are exact for any model: blocks may take and return tuples and dictionaries, masks, shared and tied
-weights. What a block reads must reach it as an argument, a parameter or a buffer. A tensor that it
-finds elsewhere is a constant to it; a mutable argument, such as a cache, is not the same when the
-block is run again. Both show in the first gradient, which is compared with a plain one when the
-operator is made (:func:`curvlab.operators.verify.require_same_gradient`).
+A block (one layer of a transformer, one stage of a ResNet) is one node of the graph, see
+:mod:`curvlab.operators.products.recompute`: what passes between blocks is kept, what is inside them
+is not. The products are exact for any model: blocks may take and return tuples and dictionaries,
+masks, shared and tied weights. What a block reads must reach it as an argument, a parameter or a
+buffer. A tensor that it finds elsewhere is a constant to it; a mutable argument, such as a cache,
+is not the same when the block is run again. Both show in the first gradient, which is compared with
+a plain one when the operator is made (:func:`curvlab.operators.verify.require_same_gradient`).
 """
 
 import contextlib
@@ -26,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from curvlab.operators.policy import generators
 from curvlab.operators.products.layers import Rewritten
+from curvlab.operators.products.recompute import recomputed
 from curvlab.probe import OperatorError
 
 REMEDY = (
@@ -103,8 +99,7 @@ class _Recomputed:
             return self.original(*args, **kwargs)
         states = [generator.get_state() for generator in generators(tensors[0].device)]
         call = _Call(self, list(named), leaves, spec, where, states)
-        results = _Block.apply(call, *tensors)  # type: ignore[no-untyped-call]
-        return call.structured(results)
+        return call.structured(recomputed(call, tensors))
 
 
 @dataclass(eq=False)
@@ -142,9 +137,13 @@ class _Call:
         self.results = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
         return [leaf for leaf in flat if isinstance(leaf, Tensor)]
 
+    @property
+    def second(self) -> bool:
+        return self.of.second
+
     def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """:meth:`run` later, in a backward pass, as it was the first time; with a graph."""
-        with self.of.again(self.of.block), torch.enable_grad(), Rewritten(second=self.of.second):
+        with self.of.again(self.of.block), Rewritten(second=self.of.second):
             for generator, state in zip(generators(tensors[0].device), self.states, strict=True):
                 generator.set_state(state)  # the context puts back the caller's
             try:
@@ -173,106 +172,3 @@ class _Inside(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs)
-
-
-class _Block(torch.autograd.Function):
-    """The outputs of a block; its derivative is :class:`_Gradient`."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
-        with torch.no_grad():
-            results = call.run(tensors)
-        held = {tensor.untyped_storage()._cdata for tensor in tensors}
-        # An output that shares an input's memory would carry the input's history.
-        results = [r.clone() if r.untyped_storage()._cdata in held else r for r in results]
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
-        ctx.call = call
-        ctx.save_for_backward(*tensors)
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *seeds: Tensor) -> Any:
-        tensors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
-        if not ctx.call.of.second:
-            tensors = [tensor.detach() for tensor in tensors]
-        gradients = _Gradient.apply(ctx.call, wanted, len(tensors), *tensors, *seeds)  # type: ignore[no-untyped-call]
-        given = iter(gradients)
-        return None, *(next(given) if need else None for need in wanted)
-
-
-class _Gradient(torch.autograd.Function):
-    """The gradients of a block's ``wanted`` inputs for seeds at its outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, wanted: Sequence[bool], count: int, *given: Tensor) -> Any:
-        ctx.call, ctx.wanted, ctx.count = call, wanted, count
-        ctx.save_for_backward(*given)
-        leaves, _, gradients = _first(call, wanted, given[:count], given[count:], create=False)
-        return tuple(
-            torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(leaves, gradients, strict=True)
-        )
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *along: Tensor) -> Any:
-        given, count = ctx.saved_tensors, ctx.count
-        tensors, seeds = given[:count], given[count:]
-        leaves, seeds, gradients = _first(ctx.call, ctx.wanted, tensors, seeds, create=True)
-        roots = [
-            (gradient, direction)
-            for gradient, direction in zip(gradients, along, strict=True)
-            if gradient is not None and gradient.requires_grad
-        ]
-        need = ctx.needs_input_grad[3:]
-        leaf = iter(leaves)
-        sources = [next(leaf) if chosen else None for chosen in ctx.wanted] + list(seeds)
-        asked = [
-            source
-            for source, needed in zip(sources, need, strict=True)
-            if needed and source is not None and source.requires_grad
-        ]
-        images = iter(
-            torch.autograd.grad(
-                [gradient for gradient, _ in roots],
-                asked,
-                [direction for _, direction in roots],
-                allow_unused=True,
-            )
-            if roots and asked
-            else [None] * len(asked)
-        )
-        chosen = {id(source) for source in asked}
-        result = [
-            next(images) if source is not None and id(source) in chosen else None
-            for source in sources
-        ]
-        return None, None, None, *result
-
-
-def _first(
-    call: _Call,
-    wanted: Sequence[bool],
-    tensors: Sequence[Tensor],
-    seeds: Sequence[Tensor],
-    *,
-    create: bool,
-) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor | None]]:
-    """Run the block again and take its first derivative: leaves, seeds as leaves, gradients."""
-    fresh = [
-        tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, wanted, strict=True)
-    ]
-    outputs = call.again(fresh)
-    leaves = [tensor for tensor, need in zip(fresh, wanted, strict=True) if need]
-    with torch.enable_grad():
-        seeds = [s.detach().requires_grad_(create and s.is_floating_point()) for s in seeds]
-        pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
-        gradients = torch.autograd.grad(
-            [output for output, _ in pairs],
-            leaves,
-            [seed for _, seed in pairs],
-            create_graph=create,
-            allow_unused=True,
-        )
-    return leaves, seeds, gradients
