@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from curvlab.basis import Basis
-from curvlab.eigen import Density, Eigenpairs
+from curvlab.eigen import Density, Eigenpairs, LayerSpectra
 from curvlab.metrics import Perturbation
 from curvlab.storage import write_atomically
 from curvlab.training import Run
@@ -117,6 +117,26 @@ def decades(result: Density) -> Any:
     axes.set(xlabel="magnitude", ylabel="eigenvalues per decade", ylim=(least, None))
     axes.set_title(f"spectral density of n = {result.n:,}, {result.products} products")
     _legend(axes)
+    return figure
+
+
+def layers(result: LayerSpectra) -> Any:
+    """The outer eigenvalues of every layer, side by side in the model's order.
+
+    Args:
+        result: From :func:`curvlab.layer_spectra`.
+    """
+    _require([result], "layers needs a LayerSpectra with a layer in it", len)
+    figure, axes = _axes(max(5.6, 1.2 + 0.45 * len(result)), 4.8)
+    for position, pairs in enumerate(result.layers.values()):
+        values = pairs.values.tolist()
+        axes.scatter([position] * len(values), values, marker="o", s=28, color=COLOURS[0], zorder=3)
+        axes.plot([position] * 2, [min(values), max(values)], color=COLOURS[0], lw=1.0, alpha=0.5)
+    _scale(axes, [v for pairs in result.layers.values() for v in pairs.values.tolist()])
+    axes.set_xticks(range(len(result)), result.layers, rotation=60, ha="right", fontsize=8)
+    axes.set(xlabel="layer", ylabel="eigenvalue")
+    most = max(map(len, result.layers.values()))
+    axes.set_title(f"outer eigenvalues of {len(result)} layers, up to {most} each")
     return figure
 
 

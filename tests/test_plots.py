@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from curvlab import Basis, plots, spectral_density
+from curvlab import Basis, LayerSpectra, plots, spectral_density
 from curvlab.eigen import lanczos
 from curvlab.metrics import Perturbation
 from curvlab.training import Run
@@ -47,6 +47,7 @@ def figures(pairs):
         "decades": plots.decades(
             spectral_density(matrix - 9.5 * torch.eye(30), probes=3, steps=12)
         ),
+        "layers": plots.layers(LayerSpectra({"first": pairs, "second": pairs.head(2)})),
         "overlap": plots.overlap(plots.squared_cosines(pairs, pairs.vectors[:3])),
         "forgetting": plots.forgetting([run_of(3), run_of(3, 2)]),
         "perturbation": plots.perturbation(perturbation(), ["top"]),
@@ -57,8 +58,8 @@ def figures(pairs):
 
 
 NAMES = (
-    "scree", "scree of two", "density", "decades", "overlap", "forgetting", "perturbation",
-    "roofline",
+    "scree", "scree of two", "density", "decades", "layers", "overlap", "forgetting",
+    "perturbation", "roofline",
 )  # fmt: skip
 
 

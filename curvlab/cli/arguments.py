@@ -41,6 +41,15 @@ def trace(parser: ArgumentParser) -> None:
     )
 
 
+def layers(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("--k", type=whole(1), default=3, help="pairs per layer (3)")
+    parser.add_argument("--tol", type=between(0.0, 1.0), default=1e-3, help="residual (1e-3)")
+    parser.add_argument("--which", choices=("LM", "LA", "SA", "both"), default="LM")
+    parser.add_argument("--seed", type=whole(0), default=0)
+    _pictures(parser)
+
+
 def compare(parser: ArgumentParser) -> None:
     parser.add_argument("first", metavar="FIRST", help="a saved basis or eigenpairs")
     parser.add_argument("second", metavar="SECOND", help="another, of the same parameters")

@@ -1,4 +1,4 @@
-"""``eig``, ``density`` and ``trace``: curvature of the user's model, to a file and a table."""
+"""``eig``, ``density``, ``trace`` and ``layers``: curvature of a model, to a file and a table."""
 
 import shlex
 from argparse import Namespace
@@ -12,7 +12,15 @@ from curvlab.basis import Basis
 from curvlab.cli.load import operator
 from curvlab.cli.output import emit, say
 from curvlab.cli.parser import UsageError
-from curvlab.eigen import Checkpoint, Eigenpairs, Estimate, Interrupted, lanczos, spectral_density
+from curvlab.eigen import (
+    Checkpoint,
+    Eigenpairs,
+    Estimate,
+    Interrupted,
+    lanczos,
+    layer_spectra,
+    spectral_density,
+)
 from curvlab.eigen import trace as estimate_trace
 from curvlab.eigen.checkpoint import previous
 from curvlab.operators import Curvature
@@ -156,6 +164,30 @@ def trace(options: Namespace) -> int:
         f"trace {found} (n = {curvature.n}, {curvature.products} products)",
     )
     return 0
+
+
+def layers(options: Namespace) -> int:
+    """The outer eigenvalues of every layer."""
+    found = layer_spectra(
+        operator(options),
+        options.k,
+        which=options.which,
+        tol=options.tol,
+        seed=options.seed,
+        progress=False if options.quiet else None,
+    )
+    pictures = _draw(options, "layers", found)
+    facts = {
+        name: {"n": pairs.n, "values": pairs.values.tolist(), "complete": pairs.complete}
+        for name, pairs in found.layers.items()
+    }
+    text = [found.table(), f"{found.products} products", *(f"picture {name}" for name in pictures)]
+    emit(
+        options,
+        {"layers": facts, "products": found.products, "pictures": pictures},
+        "\n".join(text),
+    )
+    return 0 if all(bool(pairs.converged.all()) for pairs in found.layers.values()) else 1
 
 
 def _kept(options: Namespace, partial: Path, compute: Callable[[], Result]) -> Result | None:

@@ -57,6 +57,12 @@ VERBS: dict[str, Verb] = {
         add.trace,
         (f"curvlab trace {MODEL} --probes 48",),
     ),
+    "layers": Verb(
+        "top eigenvalues of every layer by itself: table, picture",
+        "curvlab.cli.spectrum:layers",
+        add.layers,
+        (f"curvlab layers {MODEL} --k 3 --picture layers.png",),
+    ),
     "compare": Verb(
         "overlap of two saved bases or eigenpairs",
         "curvlab.cli.results:compare",

@@ -5,6 +5,7 @@ from curvlab.eigen.density import Density, spectral_density
 from curvlab.eigen.energy import SpectralEnergy, spectral_energy
 from curvlab.eigen.estimate import Estimate
 from curvlab.eigen.lanczos import lanczos
+from curvlab.eigen.layers import LayerSpectra, layer_spectra
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.power import power_iteration
 from curvlab.eigen.request import Certify, Checkpoint
@@ -22,6 +23,7 @@ __all__ = [
     "Eigenpairs",
     "Estimate",
     "Interrupted",
+    "LayerSpectra",
     "NotConvergedError",
     "Outcome",
     "Room",
@@ -31,6 +33,7 @@ __all__ = [
     "block_lanczos",
     "diagonal",
     "lanczos",
+    "layer_spectra",
     "power_iteration",
     "solve",
     "spectral_density",

@@ -174,7 +174,10 @@ class _System:
         saved = work.resume()
         if saved is None:
             nothing = torch.zeros(self.products.width, dtype=torch.float64, device=b.device)
-            self.at = _At(nothing, b.to(torch.float64, copy=True), 1.0 if self.size else 0.0)
+            # products along deflated directions are in no step's figures
+            largest = 0.0 if pairs is None or not len(pairs) else float(pairs.values.abs().max())
+            start = b.to(torch.float64, copy=True)
+            self.at = _At(nothing, start, 1.0 if self.size else 0.0, largest + damping)
         else:
             rows, facts, inner = saved.rows, saved.facts, None
             if "total" in rows:
