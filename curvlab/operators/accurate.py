@@ -121,10 +121,11 @@ def _cross_entropy(given: dict[str, Any]) -> Tensor:
     flat = targets.reshape(-1)
     counted = flat != given["ignore_index"]
     column = flat.where(counted, 0).unsqueeze(1)
+    losses: Tensor
     if rows.nbytes > LARGE and recomputable(rows):
         # A vocabulary: the formula holds several numbers for each logit, so a few rows at a time.
         step = max(1, PIECE // (rows.shape[1] * rows.element_size()))
-        pieces = zip(rows.split(step), column.split(step), strict=True)
+        pieces = zip(torch.split(rows, step), torch.split(column, step), strict=True)
         losses = torch.cat([recomputed(Formula(_losses), piece)[0] for piece in pieces])
     else:
         losses = _losses(rows, column)

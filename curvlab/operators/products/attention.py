@@ -46,7 +46,7 @@ def attention(given: dict[str, Any]) -> Tensor:
     row = query[..., 0, 0].numel() * keys * query.element_size()
     step = max(1, PIECE // row)
     options = {name: given[name] for name in ("is_causal", "scale", "enable_gqa")}
-    found = []
+    found: list[Tensor] = []
     for start in range(0, length, step):
         stop = min(start + step, length)
         tensors = [query[..., start:stop, :], key, value]
