@@ -93,10 +93,20 @@ STREAMS: dict[str, Stream] = {
 
 @dataclass(frozen=True)
 class Network:
-    """A builder ``(seed, classes, tasks)``, and the steps between two checkpoints inside a task."""
+    """A network of the tables.
+
+    Attributes:
+        build: Makes it from ``(seed, classes, tasks)``.
+        save_every: Steps between two checkpoints inside a task.
+        version: Raised when a change of the library changes what training it gives.
+    """
 
     build: Callable[[int, int, int], nn.Module]
     save_every: int = 20_000
+    version: str = "1"
+
+
+STACKED = "2"  # since seeds of an MLP side by side are the same bits as alone
 
 
 HIDDEN = (50, 50, 50, 50)  # four layers: the paper's 18,010 parameters, not the three of its text
@@ -108,21 +118,16 @@ def _mlps(name: str, inputs: int) -> dict[str, Network]:
     def sizes(classes: int) -> tuple[int, ...]:
         return (inputs, *HIDDEN, classes)
 
-    return {
-        name: Network(lambda seed, classes, _: mlp(sizes(classes), seed=seed)),
-        f"{name}_unbiased": Network(
-            lambda seed, classes, _: mlp(sizes(classes), bias=False, seed=seed)
-        ),
-        f"{name}_powers": Network(
-            lambda seed, classes, _: powerpropagate(mlp(sizes(classes), seed=seed))
-        ),
-        f"{name}_kwinners": Network(
-            lambda seed, classes, _: kwinners_mlp(sizes(classes), 0.3, seed=seed)
-        ),
-        f"{name}_columns": Network(
-            lambda seed, classes, tasks: progressive_mlp(sizes(classes), tasks, seed=seed)
+    builders: dict[str, Callable[[int, int, int], nn.Module]] = {
+        name: lambda seed, classes, _: mlp(sizes(classes), seed=seed),
+        f"{name}_unbiased": lambda seed, classes, _: mlp(sizes(classes), bias=False, seed=seed),
+        f"{name}_powers": lambda seed, classes, _: powerpropagate(mlp(sizes(classes), seed=seed)),
+        f"{name}_kwinners": lambda seed, classes, _: kwinners_mlp(sizes(classes), 0.3, seed=seed),
+        f"{name}_columns": lambda seed, classes, tasks: progressive_mlp(
+            sizes(classes), tasks, seed=seed
         ),
     }
+    return {form: Network(build, version=STACKED) for form, build in builders.items()}
 
 
 def _channels_last(model: nn.Module) -> nn.Module:
@@ -141,9 +146,11 @@ def _channels_last(model: nn.Module) -> nn.Module:
 NETWORKS: dict[str, Network] = {
     **_mlps("mlp", 196),
     **_mlps("pixels", 768),
-    "mlp_tiny": Network(lambda seed, classes, _: mlp((196, 8, 8, classes), seed=seed)),
+    "mlp_tiny": Network(
+        lambda seed, classes, _: mlp((196, 8, 8, classes), seed=seed), version=STACKED
+    ),
     "mlp_tiny_unbiased": Network(
-        lambda seed, classes, _: mlp((196, 8, 8, classes), bias=False, seed=seed)
+        lambda seed, classes, _: mlp((196, 8, 8, classes), bias=False, seed=seed), version=STACKED
     ),
     "resnet": Network(
         lambda seed, classes, _: _channels_last(slim_resnet18(classes, seed=seed)), 500

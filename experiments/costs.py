@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.experiment import Experiment
-from experiments.shelf import LABEL, VERSION, Training
+from experiments.shelf import LABEL, Training
 from experiments.store import Result, key_of
 
 PARTS = ("train_seconds", "after_task_seconds", "evaluate_seconds")
@@ -69,7 +69,7 @@ def _share(results: Sequence[Result], training: Training, seeds: Iterable[int]) 
     Seeds that were trained side by side have equal notes, which count the seconds of all of them
     together and, unlike the line's own, those before an interruption too.
     """
-    wanted = {key_of(LABEL, training, seed, VERSION): seed for seed in seeds}
+    wanted = {key_of(LABEL, training, seed, training.version): seed for seed in seeds}
     lines = {wanted[one.key]: one for one in results if one.key in wanted}
     if len(lines) < len(wanted):
         return None

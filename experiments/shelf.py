@@ -32,7 +32,6 @@ from curvlab.training import Evaluation, Run, Schedule, learn
 from experiments.choices import NETWORKS, PLAIN, STREAMS, Algorithm
 from experiments.store import Store, key_of, make_result
 
-VERSION = "1"  # raised when a change of the library changes what training gives
 LABEL = "run"  # of the result lines that say how a run went and how long it took
 
 
@@ -58,7 +57,12 @@ class Training:
 
     @property
     def key(self) -> str:
-        return key_of("training", self, 0, VERSION)
+        return key_of("training", self, 0, self.version)
+
+    @property
+    def version(self) -> str:
+        """Of the code that trains it."""
+        return NETWORKS[self.network].version
 
     def first_task(self) -> "Training":
         """SGD on the first task alone, from which learners branch that train it in this way."""
@@ -190,8 +194,8 @@ class Shelf:
         spent = time.process_time() - began
         # the lines first: a run whose file is there is never trained again, nor its line written
         self.store.append([
-            make_result(LABEL, "", run.seed, training, _summary(run), spent / len(runs), VERSION,
-                        self.command)
+            make_result(LABEL, "", run.seed, training, _summary(run), spent / len(runs),
+                        training.version, self.command)
             for run in runs
         ])  # fmt: skip
         for run in runs:

@@ -8,7 +8,7 @@ from experiments import __main__ as command
 from experiments.choices import Algorithm
 from experiments.costs import Spent, duration, spent
 from experiments.experiment import Experiment
-from experiments.shelf import LABEL, VERSION, Training
+from experiments.shelf import LABEL, Training
 from experiments.store import Store, make_result
 
 TRAINING = Training("rotated_mnist", "mlp_tiny")
@@ -36,7 +36,9 @@ def measured(seed, seconds, size="demo", label="tab:tiny", version="1"):
 
 def trained(seed, seconds, training=TRAINING, noted=0.0):
     notes = [{"train_seconds": noted / 2, "after_task_seconds": noted / 2}] if noted else []
-    return make_result(LABEL, "", seed, training, {"notes": notes}, seconds, VERSION, "typed")
+    return make_result(
+        LABEL, "", seed, training, {"notes": notes}, seconds, training.version, "typed"
+    )
 
 
 def test_what_never_ran_has_no_measured_cost():

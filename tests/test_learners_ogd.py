@@ -146,9 +146,9 @@ def test_structured_memory_works_with_biases_in_some_layers_only(generator):
     inputs = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     cotangents = torch.randn(4, 2, 3, generator=generator, dtype=torch.float64)
     memory = StructuredMemory(
-        population.form, population.n, dtype=torch.float64, device=population.device
+        population.layers, population.n, dtype=torch.float64, device=population.device
     )
-    memory.extend(mlp_factors(population.form, population.parameters[0], inputs, cotangents), 0.0)
+    memory.extend(mlp_factors(population.layers, population.parameters[0], inputs, cotangents), 0.0)
     flat = inputs.repeat_interleave(2, 0), cotangents.flatten(0, 1)
     exact = exact_rows(model, *flat)
     rows = memory.rows()

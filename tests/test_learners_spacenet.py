@@ -35,7 +35,7 @@ def test_spacenet_keeps_the_number_of_connections_while_it_rewires():
         mine = 1 + number // 5
         for layer, count in zip(learner._layers, learner.connections, strict=True):
             for s in range(2):
-                old, new = before[s, layer.weight] == mine, after[s, layer.weight] == mine
+                old, new = (layer.weight_of(x[s]) == mine for x in (before, after))
                 assert int(new.sum()) == count
                 grown = int((new & ~old).sum())
                 assert 0 < grown <= int(0.2 * count)  # fewer where no place is open

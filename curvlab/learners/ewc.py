@@ -5,6 +5,7 @@ penalty instead of a projection. That of task o is ``strength/2 sum_i F_o,i (w_i
 sums of quadratics are quadratic, so the memory is two vectors whatever the number of tasks.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,8 @@ from curvlab.learners.base import Learner
 from curvlab.learners.population import Population
 from curvlab.learners.sample_gradients import mlp_factors, sample_gradients
 from curvlab.learners.seeds import derived_generator
-from curvlab.learners.stacked import PlainMLP, StackedMLP
+from curvlab.learners.stacked import StackedMLP
+from curvlab.operators.products.mlp_plan import Layer
 from curvlab.tasks.samples import Samples, subset
 
 Labels = Literal["model", "true"]
@@ -106,7 +108,8 @@ def diagonal_fisher(
         task: Their task's index.
         labels: As in :class:`EWC`.
     """
-    logits = population.logits(samples.inputs, task)[s]
+    population.train_mode(False)
+    logits = population.logits_of(s, samples.inputs, task, population.parameters[s])
     probabilities = logits.softmax(1)
     classes = logits.shape[1]
     every = torch.eye(classes, dtype=logits.dtype, device=logits.device)
@@ -120,7 +123,7 @@ def diagonal_fisher(
     total = torch.zeros(population.n, dtype=torch.float64, device=population.device)
     if isinstance(population, StackedMLP):
         _add_mlp_squares_(
-            total, population.form, population.parameters[s], samples.inputs, signals, weights
+            total, population.layers, population.parameters[s], samples.inputs, signals, weights
         )
     else:
         for k in range(signals.shape[1]):
@@ -134,15 +137,15 @@ def diagonal_fisher(
 
 def _add_mlp_squares_(
     total: Tensor,
-    form: PlainMLP,
+    layers: Sequence[Layer],
     parameters: Tensor,
     inputs: Tensor,
     signals: Tensor,
     weights: Tensor,
 ) -> None:
     """The square of an outer product is the outer product of squares: no rows are built."""
-    factors = mlp_factors(form, parameters, inputs, signals)
-    for layer, came_in, came_back in zip(form.layers, factors.inputs, factors.signals, strict=True):
+    factors = mlp_factors(layers, parameters, inputs, signals)
+    for layer, came_in, came_back in zip(layers, factors.inputs, factors.signals, strict=True):
         squares = (came_back.double().square() * weights.double().unsqueeze(2)).sum(1)
         layer.weight_of(total).add_(squares.T @ came_in.double().square())
         bias = layer.bias_of(total)

@@ -12,6 +12,7 @@ paper writes (in, out).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from curvlab.learners.base import Learner
 from curvlab.learners.layer_inputs import InputLayer, input_layers, triangular_inputs
 from curvlab.learners.population import Population
+from curvlab.learners.rooms import LARGE, Call, few_threads, product, results, rooms
 from curvlab.learners.seeds import derived_generator
 from curvlab.tasks.samples import Samples, subset
 
@@ -59,7 +61,8 @@ class GPM(Learner):
         self._layers: list[InputLayer] = []
         self._frozen: list[slice] = []
         self._bases: list[list[Tensor]] = []  # [layer][run]: float64 rows (r, width)
-        self._maps: list[Tensor] = []  # [layer]: I - U'U, (S, width, width)
+        self._removals: list[Call] = []  # what is done to the gradients in every step
+        self._threads: int | None = None
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:  # noqa: ARG002
         if task == 0:
@@ -88,21 +91,13 @@ class GPM(Learner):
         self._thresholds(0)
 
     def transform_(self, population: Population) -> None:
-        if not self._maps:
+        if not self._removals:
             return
-        gradients = population.gradients
-        for layer, away in zip(self._layers, self._maps, strict=True):
-            shape = (population.size, layer.outputs, layer.inputs)
-            weight = gradients[:, layer.weight].view(shape)
-            if layer.bias is None:
-                weight.copy_(torch.bmm(weight, away))
-            else:
-                bias = gradients[:, layer.bias].unsqueeze(2)
-                projected = torch.bmm(torch.cat([weight, bias], 2), away)
-                weight.copy_(projected[:, :, :-1])
-                bias.copy_(projected[:, :, -1:])
+        with few_threads(self._threads):
+            for call in self._removals:
+                call()
         for where in self._frozen:
-            gradients[:, where] = 0.0
+            population.gradients[:, where] = 0.0
 
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         thresholds = self._thresholds(task)
@@ -112,9 +107,9 @@ class GPM(Learner):
             triangles = triangular_inputs(population, s, chosen.inputs, task, self._layers)
             for bases, triangle, share in zip(self._bases, triangles, thresholds, strict=True):
                 bases[s] = extended_basis(bases[s], triangle.cpu(), share)
-        self._set_maps(population)
+        self._set_removals(population)
         ranks = [[len(bases[s]) for bases in self._bases] for s in range(population.size)]
-        size = self._maps[0].element_size()
+        size = population.parameters.element_size()
         self.notes.append(
             {
                 "ranks": ranks,
@@ -140,15 +135,19 @@ class GPM(Learner):
             raise ValueError(f"threshold= is a share of energy, between 0 and 1; got {shares}")
         return shares
 
-    def _set_maps(self, population: Population) -> None:
-        self._maps = []
+    def _set_removals(self, population: Population) -> None:
+        self._removals = []
+        small = max(layer.outputs * layer.width**2 for layer in self._layers) < LARGE
+        self._threads = 1 if small else None
         for layer, bases in zip(self._layers, self._bases, strict=True):
-            identity = torch.eye(layer.width, dtype=torch.float64)
-            away = torch.stack([identity - rows.T @ rows for rows in bases])
-            # inputs that are always zero leave entries near 1e-35, and products with subnormal
-            # numbers take many times as long
-            away[away.abs() < 1e-20] = 0.0
-            self._maps.append(away.to(population.device, population.dtype))
+            away = rooms(population.size, layer.width, layer.width, like=population.parameters)
+            for s, rows in enumerate(bases):
+                one = torch.eye(layer.width, dtype=torch.float64) - rows.T @ rows
+                # inputs that are always zero leave entries near 1e-35, and products with subnormal
+                # numbers take many times as long
+                one[one.abs() < 1e-20] = 0.0
+                away[s].copy_(one)
+            self._removals += _removal(layer, population.gradients, away, small)
 
     def config(self) -> dict[str, Any]:
         named = callable(self.threshold)
@@ -177,7 +176,25 @@ class GPM(Learner):
             [tensors[f"{layer.name}/{s}"] for s in range(population.size)] for layer in self._layers
         ]
         if self.notes:
-            self._set_maps(population)
+            self._set_removals(population)
+
+
+def _removal(layer: InputLayer, gradients: Tensor, away: Tensor, small: bool) -> list[Call]:
+    """Calls that multiply the layer's gradients ``(S, outputs, width)`` by ``away``, in place."""
+    runs = len(gradients)
+    weight = gradients[:, layer.weight].view(runs, layer.outputs, layer.inputs)
+    projected = results(runs, layer.outputs, layer.width, small=small, like=gradients)
+    if layer.bias is None:
+        return [product(weight, away, projected), partial(weight.copy_, projected)]
+    bias = gradients[:, layer.bias].unsqueeze(2)
+    joined = rooms(runs, layer.outputs, layer.width, like=gradients)
+    return [
+        partial(joined[:, :, :-1].copy_, weight),
+        partial(joined[:, :, -1:].copy_, bias),
+        product(joined, away, projected),
+        partial(weight.copy_, projected[:, :, :-1]),
+        partial(bias.copy_, projected[:, :, -1:]),
+    ]
 
 
 def extended_basis(basis: Tensor, triangle: Tensor, threshold: float) -> Tensor:

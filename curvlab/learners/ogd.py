@@ -89,7 +89,7 @@ class OGD(Learner):
             workspace = Workspace()
             self._factors = [
                 StructuredMemory(
-                    population.form,
+                    population.layers,
                     population.n,
                     dtype=population.dtype,
                     device=population.device,
@@ -119,7 +119,7 @@ class OGD(Learner):
             cotangents = self._cotangents(population, chosen, task)
             if self._dense is None and isinstance(population, StackedMLP):
                 parameters = population.parameters[s]
-                factors = mlp_factors(population.form, parameters, chosen.inputs, cotangents)
+                factors = mlp_factors(population.layers, parameters, chosen.inputs, cotangents)
                 new.append(self._factors[s].extend(factors, self.epsilon))
             elif self._dense is not None:
                 rows = [

@@ -69,7 +69,7 @@ class Ownership(Learner):
             {
                 "owned": owned.tolist(),
                 "free": free.tolist(),
-                "memory_bytes": self.owner.numel() * self.owner.element_size(),
+                "memory_bytes": self.owner.shape[1] * self.owner.element_size(),
             }
         )
 

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
-from curvlab_kernels.ops import padded
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.dropout import _DropoutNd
 
+from curvlab.learners.rooms import aligned, rooms
 from curvlab.learners.seeds import derived_seed
 from curvlab.learners.statistics import BatchNormPolicy, RunningStatistics
 from curvlab.parameters import Layout, layout_of, select_parameters
@@ -66,22 +66,14 @@ class Population(ABC):
         self.layout: Layout = layout_of(self._named[0])
         _check_alike(self._named, self.layout)
         stacked = torch.stack([self.layout.flatten(n.values()) for n in self._named])
-        self.parameters = self._rows(stacked).copy_(stacked)
-        self.gradients = self._rows(stacked)
+        self.parameters = rooms(*stacked.shape, like=stacked).copy_(stacked)
+        self.gradients = rooms(*stacked.shape, like=stacked)
         self.velocity: Tensor | None = None
         self.statistics = RunningStatistics(self.models, batchnorm)
         self.takes_task = "task" in inspect.signature(self.models[0].forward).parameters
         self._training: bool | None = None
         self.bind()
         self.train_mode(False)
-
-    def _rows(self, like: Tensor) -> Tensor:
-        """Zeros ``(S, P)``, every row where an allocation of its own could begin.
-
-        Some libraries round differently at another address, and a run is to be the same whichever
-        others it is trained beside.
-        """
-        return like.new_zeros(len(like), padded(like.shape[1]))[:, : like.shape[1]]
 
     @property
     def size(self) -> int:
@@ -121,7 +113,7 @@ class Population(ABC):
             parameters: Shape ``(S, P)`` to use in place of the current ones.
         """
         self.train_mode(False)
-        values = self.parameters if parameters is None else parameters
+        values = aligned(self.parameters if parameters is None else parameters)
         with torch.no_grad():
             return torch.stack(
                 [self.logits_of(s, inputs, task, values[s]) for s in range(self.size)]

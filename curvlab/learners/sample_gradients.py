@@ -5,7 +5,7 @@ that comes back. :func:`mlp_factors` gives these factors, which hold the same in
 thirtieth of the numbers; :func:`sample_gradients` gives dense rows for any network.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from curvlab.learners.population import Population
-from curvlab.learners.stacked import PlainMLP
+from curvlab.learners.stacked import backward, forward
+from curvlab.operators.products.mlp_plan import Layer
 
 # Rows computed at once by vmap: enough to fill the products, few enough to keep activations small.
 CHUNK = 50
@@ -73,22 +74,20 @@ class Factors:
 
 
 @torch.no_grad()
-def mlp_factors(form: PlainMLP, parameters: Tensor, inputs: Tensor, cotangents: Tensor) -> Factors:
+def mlp_factors(
+    layers: Sequence[Layer], parameters: Tensor, inputs: Tensor, cotangents: Tensor
+) -> Factors:
     """The factors of the Jacobian rows of a plain MLP.
 
     Args:
-        form: Its layers.
+        layers: Of the MLP.
         parameters: Shape ``(P,)``.
         inputs: Shape ``(n, ...)``.
         cotangents: Combinations of logits, shape ``(n, K, C)``: K rows for every sample.
     """
-    values = form.forward(parameters.unsqueeze(0), inputs.flatten(1))
+    values = forward(layers, parameters, inputs)
     per_cotangent = [
-        form.backward(parameters.unsqueeze(0), values, cotangents[:, k].unsqueeze(0))
-        for k in range(cotangents.shape[1])
+        backward(layers, parameters, values, cotangents[:, k]) for k in range(cotangents.shape[1])
     ]
-    signals = [
-        torch.stack([one[layer][0] for one in per_cotangent], 1)
-        for layer in range(len(form.layers))
-    ]
-    return Factors([value[0] for value in values[:-1]], signals)
+    signals = [torch.stack(of_layer, 1) for of_layer in zip(*per_cotangent, strict=True)]
+    return Factors(values[:-1], signals)

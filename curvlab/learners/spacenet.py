@@ -24,7 +24,8 @@ from curvlab.learners.base import Step
 from curvlab.learners.ownership import Ownership
 from curvlab.learners.population import Population
 from curvlab.learners.seeds import derived_generator
-from curvlab.learners.stacked import Linear, plain_mlp
+from curvlab.learners.stacked import plain_mlp
+from curvlab.operators.products.mlp_plan import Layer
 from curvlab.tasks.samples import Samples
 
 
@@ -62,7 +63,7 @@ class SpaceNet(Ownership):
             raise ValueError(f"dropped must be in [0, 1); got {dropped}")
         self.selected, self.reserved = tuple(selected), tuple(reserved)
         self.connections, self.dropped, self.isolate = tuple(connections), dropped, isolate
-        self._layers: tuple[Linear, ...] = ()
+        self._layers: tuple[Layer, ...] = ()
         self._picked: list[Tensor] = []  # per hidden layer (S, width): picked by this task
         self._taken: list[Tensor] = []  # the same: reserved by an earlier one
         self._importance = torch.zeros(0, 0)
@@ -79,7 +80,7 @@ class SpaceNet(Ownership):
             population.parameters.zero_()  # the network starts without connections
         self._importance = torch.zeros_like(population.parameters)
         owner = self.owner.clone()
-        for where in _places(self._layers[-1]):
+        for where in self._layers[-1].slices:
             owner[:, where] = 0
             population.parameters[:, where] = 0.0
         self._picked = [torch.zeros_like(taken) for taken in self._taken]
@@ -108,9 +109,10 @@ class SpaceNet(Ownership):
             score = (incoming + outgoing).masked_fill(~self._picked[hidden], -1.0)
             best = score.topk(reserved, dim=1).indices
             self._taken[hidden] = self._taken[hidden].scatter(1, best, True)
-        head = [population.parameters[:, where] for where in _places(self._layers[-1])]
+        head = [population.parameters[:, where] for where in self._layers[-1].slices]
         self._heads.append(torch.cat(head, dim=1))
-        self.notes[-1]["reserved"] = [taken.sum(1).tolist() for taken in self._taken]
+        counts = [taken.sum(1).tolist() for taken in self._taken]
+        self.notes[-1]["reserved"] = [list(of_run) for of_run in zip(*counts, strict=True)]
 
     def weights_for(self, population: Population, task: int) -> Tensor:
         if self.isolate:
@@ -119,7 +121,7 @@ class SpaceNet(Ownership):
             weights = population.parameters.clone()
         if task < len(self._heads):
             start = 0
-            for where in _places(self._layers[-1]):
+            for where in self._layers[-1].slices:
                 size = where.stop - where.start
                 weights[:, where] = self._heads[task][:, start : start + size]
                 start += size
@@ -150,7 +152,7 @@ class SpaceNet(Ownership):
         self, population: Population, s: int, owner: Tensor, generator: torch.Generator
     ) -> None:
         for number, (layer, count) in enumerate(zip(self._layers, self.connections, strict=True)):
-            mine = owner[s, layer.weight]
+            mine = layer.weight_of(owner[s]).view(-1)
             places = ((mine == 0) & self._allowed(s, number).flatten()).nonzero().flatten()
             if len(places) < count:
                 raise ValueError(
@@ -164,19 +166,20 @@ class SpaceNet(Ownership):
             # He's rule for the mean number of connections into a neuron
             bound = (6.0 * int(receivers.sum()) / count) ** 0.5
             drawn = torch.rand(count, generator=generator, dtype=torch.float64) * 2 - 1
-            population.parameters[s, layer.weight][chosen] = (bound * drawn).to(
+            layer.weight_of(population.parameters[s]).view(-1)[chosen] = (bound * drawn).to(
                 population.parameters
             )
-            if layer.bias is not None:
-                bias = owner[s, layer.bias]
+            bias = layer.bias_of(owner[s])
+            if bias is not None:
                 bias[(bias == 0) & receivers] = self.task + 1
 
     def _rewire(self, population: Population, s: int, number: int, owner: Tensor) -> None:
-        where = self._layers[number].weight
-        mine, importance = owner[s, where], self._importance[s, where]
+        layer = self._layers[number]
+        mine = layer.weight_of(owner[s]).view(-1)
+        importance = layer.weight_of(self._importance[s]).view(-1)
         present = mine == self.task + 1
         places = present.nonzero().flatten()
-        table = self._layers[number].weight_of(self._importance)[s]
+        table = layer.weight_of(self._importance[s])
         # neurons' importance before dropping; outer product: most important pairs first
         score = torch.outer(table.sum(1), table.sum(0)).flatten()
         open_places = (self._allowed(s, number).flatten() & (mine == 0)).nonzero().flatten()
@@ -185,7 +188,7 @@ class SpaceNet(Ownership):
         order = score[open_places].argsort(descending=True, stable=True)
         grown = open_places[order[:count]]  # chosen before the drop: none comes straight back
         mine[weakest], mine[grown] = 0, self.task + 1
-        population.parameters[s, where][weakest] = 0.0
+        layer.weight_of(population.parameters[s]).view(-1)[weakest] = 0.0
         importance[weakest] = 0.0
 
     # ---- checkpoints ----------------------------------------------------------------------------
@@ -223,11 +226,7 @@ class SpaceNet(Ownership):
         return torch.zeros(population.size, width, dtype=torch.bool, device=population.device)
 
 
-def _places(layer: Linear) -> list[slice]:
-    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-
-
-def _layers_of(population: Population, connections: Sequence[int]) -> tuple[Linear, ...]:
+def _layers_of(population: Population, connections: Sequence[int]) -> tuple[Layer, ...]:
     form = plain_mlp(population.models[0])
     if form is None:
         raise ValueError(

@@ -2,19 +2,29 @@
 
 At batch 10 the MLP of the paper is almost all overhead in a loop of modules. Here one batched
 matrix product serves all runs, every result goes into a buffer made once, and nothing records a
-graph. Each run's gradient equals that of a run of its own to rounding (products of another batch
-count may be summed in another order).
+graph. On a CPU each run has the same bits as alone (:mod:`curvlab.learners.rooms`).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from curvlab.learners.population import ModulePopulation, Population
+from curvlab.learners.rooms import (
+    LARGE,
+    Call,
+    aligned,
+    few_threads,
+    product,
+    results,
+    rooms,
+    workers,
+)
 from curvlab.learners.statistics import BatchNormPolicy
-from curvlab.parameters import layout_of, select_parameters
+from curvlab.operators.products.mlp_plan import Layer, MLPPlan, recognise
 
 # From this many inputs on, `W x'` and a turned copy beat `x W'` (by two at 196 inputs, batch 10).
 WIDE = 128
@@ -33,121 +43,76 @@ _BACKWARD: dict[type[nn.Module], Callable[[Tensor, Tensor], object]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """Where one linear layer lies in the flat vector."""
+def plain_mlp(model: nn.Module) -> MLPPlan | None:
+    """The layers of ``model`` if it is a plain MLP that can be trained stacked, else ``None``.
 
-    weight: slice
-    bias: slice | None
-    inputs: int
-    outputs: int
-
-    def weight_of(self, vectors: Tensor) -> Tensor:
-        """The weight's part of ``(..., P)`` as a view ``(..., outputs, inputs)``."""
-        return vectors[..., self.weight].view(*vectors.shape[:-1], self.outputs, self.inputs)
-
-    def bias_of(self, vectors: Tensor) -> Tensor | None:
-        """The bias's part of ``(..., P)`` as a view ``(..., outputs)``."""
-        return None if self.bias is None else vectors[..., self.bias]
-
-
-@dataclass(frozen=True, slots=True)
-class PlainMLP:
-    """Linear layers with one activation between them."""
-
-    layers: tuple[Linear, ...]
-    activation: type[nn.Module]
-
-    def forward(self, parameters: Tensor, inputs: Tensor) -> list[Tensor]:
-        """Inputs of every layer and, last, the logits.
-
-        Args:
-            parameters: Shape ``(S, P)``.
-            inputs: Shape ``(N, ...)``, shared by the runs, or ``(S, N, inputs)``.
-
-        Returns:
-            Tensors ``(S, N, width)``.
-        """
-        runs = len(parameters)
-        hidden = inputs if inputs.dim() == 3 else inputs.flatten(1).expand(runs, -1, -1)
-        values = [hidden]
-        for layer in self.layers:
-            if len(values) > 1:
-                _FORWARD[self.activation](hidden)  # the sums of the layer before
-            weight, bias = layer.weight_of(parameters).transpose(1, 2), layer.bias_of(parameters)
-            if bias is None:
-                hidden = torch.bmm(hidden, weight)
-            else:
-                hidden = torch.baddbmm(bias.unsqueeze(1), hidden, weight)
-            values.append(hidden)
-        return values
-
-    def backward(self, parameters: Tensor, values: list[Tensor], signal: Tensor) -> list[Tensor]:
-        """Signals ``(S, N, outputs)`` at every layer's output, given that at the logits."""
-        signals = [signal]
-        for layer, output in zip(self.layers[:0:-1], values[-2:0:-1], strict=True):
-            signal = torch.bmm(signal, layer.weight_of(parameters))
-            _BACKWARD[self.activation](signal, output)
-            signals.append(signal)
-        return signals[::-1]
-
-
-def plain_mlp(model: nn.Module) -> PlainMLP | None:
-    """The layers of ``model`` if it is a plain MLP, else ``None``.
-
-    Plain: an ``nn.Sequential`` of an optional ``Flatten``, then ``Linear`` layers with ``ReLU`` or
-    ``Tanh`` between them, none frozen, shared, or with hooks.
+    Plain: recognised by :func:`~curvlab.operators.products.mlp_plan.recognise`, with ``ReLU`` or
+    ``Tanh`` after every layer but the last, and no parameter frozen.
     """
-    if type(model).forward is not nn.Sequential.forward:
+    plan = recognise(model, cross_entropy, dict(model.named_parameters()))
+    if plan is None or not all(parameter.requires_grad for parameter in model.parameters()):
         return None
-    modules = list(model.children())
-    if modules and type(modules[0]) is nn.Flatten and modules[0].start_dim == 1:
-        modules = modules[1:]
-    linears, between = modules[::2], modules[1::2]
-    kinds = {type(module) for module in between}
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    if (
-        len(linears) != len(between) + 1
-        or len(set(map(id, linears))) < len(linears)
-        or any(type(linear) is not nn.Linear for linear in linears)
-        or len(kinds) > 1
-        or not kinds <= set(_FORWARD)
-        or hooked
-        or not all(parameter.requires_grad for parameter in model.parameters())
-    ):
-        return None
-    names = {id(module): name for name, module in model.named_modules()}
-    slices = layout_of(select_parameters(model)).slices()
-    layers = [
-        Linear(
-            slices[f"{names[id(linear)]}.weight"],
-            slices.get(f"{names[id(linear)]}.bias"),
-            linear.in_features,
-            linear.out_features,
-        )
-        for linear in linears
-        if isinstance(linear, nn.Linear)
-    ]
-    return PlainMLP(tuple(layers), kinds.pop() if kinds else nn.ReLU)
+    *hidden, last = (type(layer.activation) for layer in plan.layers)
+    return plan if last is nn.Identity and set(hidden) <= set(_FORWARD) else None
+
+
+def forward(layers: Sequence[Layer], parameters: Tensor, inputs: Tensor) -> list[Tensor]:
+    """Inputs of every layer and, last, the logits, each ``(N, width)``.
+
+    Args:
+        layers: Of a :func:`plain_mlp`.
+        parameters: Of one run, shape ``(P,)``.
+        inputs: Shape ``(N, ...)``.
+    """
+    values = [inputs.flatten(1)]
+    for layer in layers:
+        came_in, weight, bias = values[-1], layer.weight_of(parameters), layer.bias_of(parameters)
+        values.append(came_in @ weight.T if bias is None else torch.addmm(bias, came_in, weight.T))
+        if layer is not layers[-1]:
+            _FORWARD[type(layer.activation)](values[-1])
+    return values
+
+
+def backward(
+    layers: Sequence[Layer], parameters: Tensor, values: Sequence[Tensor], signal: Tensor
+) -> list[Tensor]:
+    """Signals ``(N, outputs)`` at every layer's output, given that at the logits."""
+    signals = [signal]
+    for i in range(len(layers) - 1, 0, -1):
+        signal = signal @ layers[i].weight_of(parameters)
+        _BACKWARD[type(layers[i - 1].activation)](signal, values[i])
+        signals.append(signal)
+    return signals[::-1]
 
 
 class StackedMLP(Population):
-    """Runs of a plain MLP, trained by batched matrix products."""
+    """Runs of a plain MLP, trained by batched matrix products.
+
+    Attributes:
+        layers: Where the linear layers lie in a row of ``parameters``.
+    """
 
     def __init__(self, models: Sequence[nn.Module], seeds: Sequence[int]) -> None:
-        form = plain_mlp(models[0]) if models else None
-        if form is None:
+        plans = [plain_mlp(model) for model in models]
+        if not plans or plans[0] is None or None in plans:
             raise ValueError(
                 "StackedMLP needs nn.Sequential models of Linear layers with ReLU or Tanh between "
                 "them; use ModulePopulation for others"
             )
-        self.form = form
+        self.layers = plans[0].layers
         super().__init__(models, seeds)
         self._programs: dict[int, Program] = {}
         self._last: tuple[int, BatchFactors] | None = None
 
-    def _rows(self, like: Tensor) -> Tensor:
-        return torch.zeros_like(like)  # one block: batched products sum in another order anyway
+    def begin_task(self, task: int) -> None:
+        # the models are not called in training: a hook added since would be left out silently
+        if any(plain_mlp(model) is None for model in self.models):
+            raise ValueError(
+                "a model has changed since its population was made (a hook, a frozen parameter, "
+                "another layer) and is no plain MLP any more: make the change before the "
+                "population, or train it as a ModulePopulation"
+            )
+        super().begin_task(task)
 
     # a plain MLP has neither modes nor randomness nor anything that depends on the task
     def gradient_(self, inputs: Tensor, targets: Tensor, task: int, step: int = 0) -> None:  # noqa: ARG002
@@ -175,8 +140,8 @@ class StackedMLP(Population):
         parameters: Tensor | None = None,
     ) -> Tensor:
         with torch.no_grad():
-            values = self.parameters if parameters is None else parameters
-            return self.form.forward(values, inputs)[-1]
+            values = aligned(self.parameters if parameters is None else parameters)
+            return torch.stack([forward(self.layers, one, inputs)[-1] for one in values])
 
 
 # per layer, the inputs (S, B, in) and signals (S, B, out) of a batch
@@ -186,82 +151,81 @@ Program = Callable[[Tensor, Tensor], BatchFactors]
 
 def _program(population: StackedMLP, batch: int) -> Program:
     """The gradient for batches of one size: all views and buffers made beforehand."""
-    form, parameters, gradients = population.form, population.parameters, population.gradients
-    layers, runs = form.layers, population.size
+    parameters, gradients = population.parameters, population.gradients
+    layers, runs = population.layers, population.size
+    small = max(batch * layer.inputs * layer.outputs for layer in layers) < LARGE
 
-    def buffer(*shape: int) -> Tensor:
-        return torch.zeros(runs, *shape, dtype=parameters.dtype, device=parameters.device)
+    def room(layer: Layer) -> Tensor:
+        return results(runs, batch, layer.outputs, small=small, like=parameters)
 
-    weights = [layer.weight_of(parameters) for layer in layers]
-    outputs = [buffer(batch, layer.outputs) for layer in layers]
-    products = [
-        _product(weight, layer.bias_of(parameters), output)
-        for layer, weight, output in zip(layers, weights, outputs, strict=True)
-    ]
-    signals = [buffer(batch, layer.outputs) for layer in layers]
-    turned = [signal.transpose(1, 2) for signal in signals]
-    weight_gradients = [buffer(layer.outputs, layer.inputs) for layer in layers]
-    bias_gradients = [None if layer.bias is None else buffer(layer.outputs) for layer in layers]
-    pieces = _in_order(layers, weight_gradients, bias_gradients)
-    activate, deactivate = _FORWARD[form.activation], _BACKWARD[form.activation]
-    minus = buffer(batch, 1).fill_(-1.0)
-    last = len(layers) - 1
+    hidden = [rooms(runs, batch, layers[0].inputs, like=parameters), *map(room, layers)]
+    signals = [room(layer) for layer in layers]
+    calls_forward: list[Call] = []
+    calls_backward: list[Call] = []
+    products: list[Tensor] = []
+    for i, layer in enumerate(layers):
+        calls_forward += _forward(layer, parameters, hidden[i], hidden[i + 1], small)
+        if i + 1 < len(layers):
+            calls_forward.append(partial(_FORWARD[type(layer.activation)], hidden[i + 1]))
+        found = results(runs, layer.outputs, layer.inputs, small=small, like=parameters)
+        products.append(found)
+        back = [product(signals[i].transpose(1, 2), hidden[i], found)]
+        back += _gradients(layer, gradients, found, signals[i], small)
+        if i:
+            back.append(product(signals[i], layer.weight_of(parameters), signals[i - 1]))
+            slope = _BACKWARD[type(layers[i - 1].activation)]
+            back.append(partial(slope, signals[i - 1], hidden[i]))
+        calls_backward = back + calls_backward
+    threads = workers([*hidden[1:], *signals, *products], signals) if small else None
+    received, logits, at_logits = hidden[0], hidden[-1], signals[-1]
+    # softmax wants one block; each of its rows is a sum of its own, the same wherever it stands
+    chances = parameters.new_zeros(runs, batch, layers[-1].outputs)
+    minus = parameters.new_full((runs, batch, 1), -1.0)
     softmax = torch.ops.aten._softmax.out
 
     def run(inputs: Tensor, targets: Tensor) -> BatchFactors:
-        hidden = [inputs, *outputs]
-        for i, product in enumerate(products):
-            product(hidden[i])
-            if i < last:
-                activate(outputs[i])
-        signal = signals[last]
-        softmax(outputs[last], 2, False, out=signal)
-        # the gradient of the mean cross-entropy at the logits: (p - e_y) / B
-        signal.scatter_add_(2, targets.unsqueeze(2), minus).mul_(1.0 / batch)
-        for i in range(last, -1, -1):
-            torch.bmm(turned[i], hidden[i], out=weight_gradients[i])
-            bias = bias_gradients[i]
-            if bias is not None:
-                torch.sum(signals[i], 1, out=bias)
-            if i:
-                torch.bmm(signals[i], weights[i], out=signals[i - 1])
-                deactivate(signals[i - 1], hidden[i])
-        # batched products want a contiguous result, so the flat rows are filled in one copy
-        torch.cat(pieces, 1, out=gradients)
+        with few_threads(threads):
+            received.copy_(inputs)
+            for call in calls_forward:
+                call()
+            softmax(logits, 2, False, out=chances)
+            # the gradient of the mean cross-entropy at the logits: (p - e_y) / B
+            chances.scatter_add_(2, targets.unsqueeze(2), minus)
+            torch.mul(chances, 1.0 / batch, out=at_logits)
+            for call in calls_backward:
+                call()
         return hidden[:-1], signals
 
     return run
 
 
-def _product(weight: Tensor, bias: Tensor | None, output: Tensor) -> Callable[[Tensor], object]:
-    """``output = inputs W' + b`` for ``weight`` ``(S, out, in)``, in the order that is faster."""
-    turned = weight.transpose(1, 2)
-    if bias is None:
-        return lambda inputs: torch.bmm(inputs, turned, out=output)
-    shift = bias.unsqueeze(1)
-    if weight.shape[2] < WIDE:
-        return lambda inputs: torch.baddbmm(shift, inputs, turned, out=output)
-    sideways = torch.zeros_like(output.transpose(1, 2)).contiguous()
-    upright = sideways.transpose(1, 2)
-
-    def wide(inputs: Tensor) -> None:
-        torch.bmm(weight, inputs.transpose(1, 2), out=sideways)
-        torch.add(upright, shift, out=output)
-
-    return wide
+def _forward(
+    layer: Layer, parameters: Tensor, came_in: Tensor, output: Tensor, small: bool
+) -> list[Call]:
+    """``output = inputs W' + b``, in the order that is faster."""
+    weight, bias = layer.weight_of(parameters), layer.bias_of(parameters)
+    shift = None if bias is None else bias.unsqueeze(1)
+    if shift is None or layer.inputs < WIDE:
+        return [product(came_in, weight.transpose(1, 2), output, shift)]
+    runs, batch, outputs = output.shape
+    sideways = results(runs, outputs, batch, small=small, like=output)
+    first = product(weight, came_in.transpose(1, 2), sideways)
+    return [first, partial(torch.add, sideways.transpose(1, 2), shift, out=output)]
 
 
-def _in_order(
-    layers: Sequence[Linear], weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> list[Tensor]:
-    placed = [
-        (layer.weight.start, weight.flatten(1))
-        for layer, weight in zip(layers, weights, strict=True)
-    ]
-    for layer, bias in zip(layers, biases, strict=True):
-        if layer.bias is not None and bias is not None:
-            placed.append((layer.bias.start, bias))
-    return [piece for _, piece in sorted(placed, key=lambda entry: int(entry[0]))]
+def _gradients(
+    layer: Layer, gradients: Tensor, found: Tensor, signal: Tensor, small: bool
+) -> list[Call]:
+    """Put the weight's gradient, ``found``, in its place; and the bias's, given the signal."""
+    calls: list[Call] = [partial(layer.weight_of(gradients).copy_, found)]
+    bias = layer.bias_of(gradients)
+    if bias is not None:
+        # run by run: where threads share a sum, how they do depends on all its columns
+        pairs = (
+            [(signal, bias)] if small else list(zip(signal[:, None], bias[:, None], strict=True))
+        )
+        calls += [partial(torch.sum, one, 1, out=sums) for one, sums in pairs]
+    return calls
 
 
 def population_of(

@@ -16,6 +16,7 @@ kept): 1e-5 where dense orthonormal rows give 1e-7. ``leak`` measures it.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -23,7 +24,7 @@ from curvlab_kernels import ops
 from torch import Tensor
 
 from curvlab.learners.sample_gradients import Factors
-from curvlab.learners.stacked import PlainMLP
+from curvlab.operators.products.mlp_plan import Layer
 
 # Singular values below this share of the largest are not kept: dividing by them would amplify the
 # rounding of a step beyond use. In float32 they hold at most 1e-8 of the energy each.
@@ -59,7 +60,7 @@ class StructuredMemory:
     """Orthonormal combinations of Jacobian rows of one run.
 
     Args:
-        form: The MLP.
+        layers: Of the MLP.
         n: P, its number of parameters.
         dtype: Of the stored factors and of the projected gradients.
         device: Of both.
@@ -68,20 +69,20 @@ class StructuredMemory:
 
     def __init__(
         self,
-        form: PlainMLP,
+        layers: Sequence[Layer],
         n: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
         workspace: Workspace | None = None,
     ) -> None:
-        self.form, self.n = form, n
+        self.layers, self.n = tuple(layers), n
         bounds = [0]
-        for layer in form.layers:
+        for layer in layers:
             bounds.append(bounds[-1] + layer.outputs)
         self._rows = [slice(a, b) for a, b in pairwise(bounds)]
         self._inputs = [
-            torch.zeros(0, layer.inputs, dtype=dtype, device=device) for layer in form.layers
+            torch.zeros(0, layer.inputs, dtype=dtype, device=device) for layer in layers
         ]
         # (sum of outputs, K, N): samples along the rows, where products and sums are fastest
         self._signals = torch.zeros(bounds[-1], 1, 0, dtype=dtype, device=device)
@@ -135,7 +136,7 @@ class StructuredMemory:
         device = self._signals.device
         dense = torch.zeros(self.size, self.n, dtype=torch.float64, device=device)
         weights = self._coefficients.double().view(self.size, 1, *self._signals.shape[1:])
-        for layer, came_in, rows in zip(self.form.layers, self._inputs, self._rows, strict=True):
+        for layer, came_in, rows in zip(self.layers, self._inputs, self._rows, strict=True):
             inputs, signals = came_in.double(), self._signals[rows].double()
             for start in range(0, self.size, at_once):
                 some = slice(start, start + at_once)
@@ -224,7 +225,7 @@ class StructuredMemory:
         """``J v`` ``(K N,)``."""
         signals = self._signals.to(vector.dtype)
         found = signals.new_zeros(signals.shape[1:])
-        for layer, came_in, rows in zip(self.form.layers, self._inputs, self._rows, strict=True):
+        for layer, came_in, rows in zip(self.layers, self._inputs, self._rows, strict=True):
             # layer by layer: its part stays in the cache until it is summed
             sums, products = self._rooms(signals[rows])
             torch.mm(layer.weight_of(vector), came_in.to(vector.dtype).T, out=sums)
@@ -235,20 +236,20 @@ class StructuredMemory:
         return found.view(-1)
 
     def _cheap(self, batch: int) -> bool:
-        factored = sum(batch * (layer.inputs + layer.outputs) for layer in self.form.layers)
-        return factored < sum(layer.inputs * layer.outputs for layer in self.form.layers)
+        factored = sum(batch * (layer.inputs + layer.outputs) for layer in self.layers)
+        return factored < sum(layer.inputs * layer.outputs for layer in self.layers)
 
     def _times_batch(self, inputs: list[Tensor], signals: list[Tensor]) -> Tensor:
         """``J g`` for ``g`` the sum over a batch of outer products; ``(K N,)``."""
         _, per_sample, samples = self._signals.shape
-        batch, layers = len(inputs[0]), len(self.form.layers)
+        batch, layers = len(inputs[0]), len(self.layers)
         between = self._workspace.room("between", (layers, batch, 1, samples), self._signals)
         shape = (layers, batch, per_sample, samples)
         products = self._workspace.room("batch", shape, self._signals)
         stored = self._signals.flatten(1)
-        for i, (layer, rows) in enumerate(zip(self.form.layers, self._rows, strict=True)):
+        for i, (layer, rows) in enumerate(zip(self.layers, self._rows, strict=True)):
             torch.mm(inputs[i], self._inputs[i].T, out=between[i].view(batch, samples))
-            if layer.bias is not None:
+            if layer.bias_slice is not None:
                 between[i].add_(1.0)
             torch.mm(signals[i], stored[rows], out=products[i].view(batch, -1))
         return products.mul_(between).view(layers * batch, -1).sum(0)
@@ -257,7 +258,7 @@ class StructuredMemory:
         """``v -= J' c`` in place."""
         signals = self._signals.to(vector.dtype)
         weights = combination.view(signals.shape[1:])
-        for layer, came_in, rows in zip(self.form.layers, self._inputs, self._rows, strict=True):
+        for layer, came_in, rows in zip(self.layers, self._inputs, self._rows, strict=True):
             sums, products = self._rooms(signals[rows])
             torch.mul(signals[rows], weights, out=products)
             mixed = products.squeeze(1)
@@ -280,10 +281,10 @@ class StructuredMemory:
         count = samples * per_sample
         total = torch.zeros(count, count, dtype=torch.float64, device=self._signals.device)
         blocks = total.view(per_sample, samples, per_sample, samples)
-        for layer, came_in, rows in zip(self.form.layers, self._inputs, self._rows, strict=True):
+        for layer, came_in, rows in zip(self.layers, self._inputs, self._rows, strict=True):
             inputs, signals = came_in.double(), self._signals[rows].double().flatten(1)
             between = inputs @ inputs.T
-            if layer.bias is not None:
+            if layer.bias_slice is not None:
                 between += 1.0
             blocks += (signals.T @ signals).view_as(blocks) * between[:, None, :]
         return total

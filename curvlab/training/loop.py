@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from curvlab.learners import Learner, Population, Step
+from curvlab.learners.rooms import rooms
 from curvlab.learners.stacked import population_of
 from curvlab.learners.statistics import BatchNormPolicy
 from curvlab.tasks.samples import Samples, Task
@@ -49,7 +50,7 @@ def learn(
     """Train S runs on the tasks, one task after the other.
 
     The runs differ in their seed: its model, its order of samples, its random subsets. They are
-    trained side by side and each gives what it would give alone, to rounding.
+    trained side by side and each gives what it would give alone: on a CPU, the same bits.
 
     Args:
         models: A function from a seed to a model, such as ``lambda seed: mlp(seed=seed)``; or the
@@ -99,7 +100,9 @@ def learn(
         "dtype": str(population.dtype),
         "tasks": [task.name for task in tasks],
     }
-    population.velocity = torch.zeros_like(population.parameters) if momentum > 0.0 else None
+    population.velocity = None
+    if momentum > 0.0:
+        population.velocity = rooms(population.size, population.n, like=population.parameters)
     record = Record.start(population, tasks)
     file = None
     if checkpoint is not None:

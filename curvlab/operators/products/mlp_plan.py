@@ -107,6 +107,22 @@ class Layer:
         """Whether the activation has a second derivative."""
         return not isinstance(self.activation, PIECEWISE_LINEAR)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where the selected of weight and bias lie in a flat vector."""
+        return tuple(s for s in (self.weight_slice, self.bias_slice) if s is not None)
+
+    def weight_of(self, vectors: Tensor) -> Tensor:
+        """The weight's part of ``(..., P)`` as a view ``(..., outputs, inputs)``."""
+        if self.weight_slice is None:
+            raise ValueError(f"{self.weight!r} is not among the selected parameters")
+        part = vectors[..., self.weight_slice]
+        return part.view(*vectors.shape[:-1], self.outputs, self.inputs)
+
+    def bias_of(self, vectors: Tensor) -> Tensor | None:
+        """The bias's part of ``(..., P)`` as a view ``(..., outputs)``, if it is selected."""
+        return None if self.bias_slice is None else vectors[..., self.bias_slice]
+
 
 @dataclass(frozen=True, slots=True)
 class MLPPlan:
