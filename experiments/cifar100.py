@@ -27,7 +27,7 @@ from experiments.cifar import (
     rows_of,
 )
 from experiments.experiment import BySeed, Experiment
-from experiments.figures import curve, panels, save
+from experiments.figures import curve, legend, panels, save
 from experiments.shelf import Shelf, Training
 from experiments.tables import Metrics, Table
 from experiments.verdicts import Claim, Quote, ordered
@@ -133,7 +133,7 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
             curve(axis, range(1, values.shape[1] + 1), values.tolist(), style, label)
         axis.set(title=network.name, xlabel="task t", ylabel="E(t), accuracy")
         axis.axhline(0.0, color="0.7", lw=0.8)
-        axis.legend()
+        legend(axis)
     save(picture, path)
 
 

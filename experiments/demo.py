@@ -26,7 +26,7 @@ from curvlab.parameters import load_parameter_vector
 from curvlab.tasks import Task, limit, rotated_mnist, subset
 from curvlab.training import Run, Schedule, learn
 from experiments.experiment import BySeed, Experiment, rounded
-from experiments.figures import STYLES, curve, panels, save
+from experiments.figures import STYLES, curve, legend, panels, save
 from experiments.registry import EXPERIMENTS
 from experiments.report import write
 from experiments.rotated import forgotten, learned, outcome, square
@@ -166,8 +166,8 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
         axis.set(title=f"{rate} learning rate", xlabel="task t", ylabel="E(t), accuracy")
         axis.set(ylim=(-0.06, 0.66), xticks=list(steps))  # one scale: the rates are to be compared
         axis.axhline(0.0, color="0.7", lw=0.8)
-    axes[0].legend()
-    axes[1].legend()
+    legend(axes[0])
+    legend(axes[-1])
     save(plots, path)
 
 

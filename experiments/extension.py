@@ -13,7 +13,7 @@ from typing import Protocol
 from curvlab.metrics import average_accuracy
 from experiments.choices import Algorithm
 from experiments.experiment import BySeed, Experiment
-from experiments.figures import curve, panels, save
+from experiments.figures import curve, legend, panels, save
 from experiments.paper import HIGH
 from experiments.rotated import DEMO, FULL, SMALL, Rotated, forgotten, learned, outcome, square
 from experiments.shelf import Shelf, Training
@@ -154,7 +154,7 @@ def figure(config: Listing, metrics: BySeed, path: Path) -> None:
             curve(axis, steps, curves, style, shown(entry).replace("-dagger", "†"))
             axis.set(xlabel="task t", ylabel="average accuracy a(t)", xticks=list(steps))
         axis.set(title="told the task" if told else "not told the task", ylim=(0, 1))
-        axis.legend(fontsize=8)
+        legend(axis)
     save(plots, path)
 
 

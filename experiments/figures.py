@@ -42,6 +42,11 @@ def save(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
+def legend(axes: Any, title: str | None = None) -> None:
+    """What the lines are, beside the axes: inside it would hide curves."""
+    axes.legend(title=title, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
 def curve(
     axes: Any, x: Sequence[float], samples: Sequence[Sequence[float]], style: int, label: str
 ) -> None:

@@ -181,8 +181,9 @@ def _verdict(
         span = f"{min(accuracies):.2f} to {max(accuracies):.2f}"
         learned = tag("span", f"⚠ {span}: barely", class_="warning") if low else span
     own = _marks([claim for claim in first.claims if claim.ours])
+    took = "not known" if first.spent.training is None else duration(first.spent.total)
     return [tag("a", names, href=f"#{first.anchor}"), marks, own, first.size, len(first.results),
-            learned, duration(first.spent.total)]  # fmt: skip
+            learned, took]  # fmt: skip
 
 
 def _marks(claims: Sequence[Claim]) -> Markup:

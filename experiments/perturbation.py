@@ -21,7 +21,7 @@ from curvlab.learners.seeds import derived_generator, derived_seed
 from curvlab.metrics import Perturbation, measures_at, perturb_all
 from curvlab.training import Run
 from experiments.experiment import BySeed, Experiment, rounded
-from experiments.figures import curve, panels, save
+from experiments.figures import curve, legend, panels, save
 from experiments.paper import HIGH
 from experiments.rotated import DEMO, FULL, NORMALISED, SMALL, learned, lower_rows
 from experiments.shelf import Shelf, Training
@@ -209,8 +209,7 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
         axis.axhline(1.0, color="#8c510a", ls="--", lw=1)
         axis.set(xscale="log", yscale="log", xlabel="radius r", ylabel="s(r)")
         axis.set(title=f"change of the {name}")
-    # beside the curves, not on them
-    axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    legend(axes[-1])
     save(plots, path)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiments import perturbation, perturbation_networks
 from experiments.experiment import BySeed, Experiment
-from experiments.figures import curve, panels, save
+from experiments.figures import curve, legend, panels, save
 from experiments.perturbation import MEASURES, floats
 from experiments.rotated import learned
 from experiments.shelf import Shelf, Training
@@ -106,7 +106,7 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
         axis.axhline(1.0, color="#8c510a", ls="--", lw=1)
         axis.set(xscale="log", yscale="log", xlabel="radius r", ylabel="s(r)")
         axis.set(title=f"{name}, {group[0]['parameters']:,} parameters")
-    axes[-1].legend(title="change of the", fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    legend(axes[-1], "change of the")
     save(plots, path)
 
 

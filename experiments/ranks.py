@@ -22,12 +22,12 @@ import torch
 from curvlab.metrics import counts_above, spectrum_above
 from curvlab.operators import average
 from experiments.experiment import BySeed, Experiment, rounded
-from experiments.figures import curve, panels, save
+from experiments.figures import STYLES, curve, legend, panels, save
 from experiments.paper import HIGH
 from experiments.rotated import DEMO, FULL, SMALL, Rotated, learned, outcome
 from experiments.shelf import Shelf
 from experiments.tables import Metrics, Table
-from experiments.verdicts import Claim, Quote, Values, holds, ordered
+from experiments.verdicts import Claim, Quote, Values, brief, holds, ordered
 
 EVOLUTION = Quote("Appendix A", "we plot the evolution of the rank over t for the Rotated-MNIST "
                   "challenge. Additionally, we evaluate the effective rank of the average Hessian "
@@ -103,12 +103,19 @@ def claims(config: Config, metrics: BySeed, tables: list[Table]) -> list[Claim]:
         found = {seed: one["past"][t] for seed, one in metrics.items()}
         return {s: row["counts"][name] + sign * row["errors"][name] for s, row in found.items()}
 
+    def grows(name: str) -> str:
+        up = ordered("", [(count(name, 0, 1.0), count(name, -1, -1.0))]).verdict
+        down = ordered("", [(count(name, -1, 1.0), count(name, 0, -1.0))]).verdict
+        return "agree" if up == "agree" else "disagree" if down == "agree" else "undecided"
+
     cuts = ("rank", *(f"> {cut:g} max" for cut in RELATIVE), *(f"> {cut:g}" for cut in ABSOLUTE))
-    grows = {name: ordered("", [(count(name, 0, 1.0), count(name, -1, -1.0))]) for name in cuts}
-    verdicts = {one.verdict for one in grows.values()}
+    judged = {name: grows(name) for name in cuts}
+    ends = {name: [brief(table.mean(row, name)) for row in (rows[0], rows[-1])] for name in cuts}
+    one = next(iter(judged.values())) if len(set(judged.values())) == 1 else "undecided"
     return [
-        Claim(EVOLUTION, verdicts.pop() if len(verdicts) == 1 else "undecided",
-              "; ".join(f"{name}: {one.verdict}, {one.measured}" for name, one in grows.items()),
+        Claim(EVOLUTION, one,
+              "; ".join(f"{name}: {first} to {last}, {judged[name]}"
+                        for name, (first, last) in ends.items()),
               "evolution read as growth from the first task to the last, beyond the error bars of "
               "the counts; the text names no threshold"),
         holds("the rank stays far below P (a tenth)", [table.mean(rows[-1], "rank"), n],
@@ -128,6 +135,13 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
     def draw(axis: Any, style: int, label: str, name: str) -> None:
         curves = [[row["counts"][name] for row in one["past"][:count]] for one in metrics.values()]
         curve(axis, steps, curves, style, label)
+        # the band is the spread over seeds; bars are the standard errors of the counts themselves
+        every = torch.tensor([[row["errors"][name] for row in one["past"][:count]]
+                              for one in metrics.values()])  # fmt: skip
+        bars = (every**2).mean(0).sqrt().tolist()
+        middle = torch.tensor(curves, dtype=torch.float64).mean(0).tolist()
+        colour = STYLES[style % len(STYLES)]["color"]
+        axis.errorbar(steps, middle, yerr=bars, fmt="none", capsize=3, color=colour)
 
     draw(axes[0], 0, "rank (float32)", "rank")
     for style, cut in enumerate(RELATIVE, start=1):
@@ -137,7 +151,7 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
     for axis, title in zip(axes, ("relative thresholds", "absolute thresholds"), strict=True):
         axis.set(title=title, xlabel="tasks t", ylabel="eigenvalues above λ", xticks=list(steps))
         axis.set_yscale("log")
-        axis.legend(fontsize=8)
+        legend(axis)
     save(plots, path)
 
 
