@@ -277,14 +277,15 @@ def test_half_precision_parameters_that_were_loaded_anew_are_taken_as_they_are()
 
 
 class Counting(TorchDispatchMode):
-    """Counts the operations that reach a device: one launch each, or more."""
+    """Counts operations that compute or copy. On a CPU a projection is none: a compiled loop."""
 
     def __init__(self):
         super().__init__()
         self.calls = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls[str(function)] += 1
+        if str(function) not in ("aten.detach.default", "aten.lift_fresh.default"):
+            self.calls[str(function)] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -307,7 +308,7 @@ def test_a_step_costs_a_dozen_operations_more_and_waits_for_nothing_whatever_the
         waits = ("_local_scalar_dense", "item", "nonzero", "_to_copy")
         assert not [name for name in extra[tensors] if any(word in name for word in waits)]
     assert extra[2] == extra[150]
-    assert extra[150].total() <= 12
+    assert extra[150].total() <= 12 - 2 * 2  # and two projections, of two launches each on a GPU
 
 
 def test_it_is_a_public_name():

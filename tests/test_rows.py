@@ -153,3 +153,27 @@ def test_whole_vectors_have_at_least_one_element():
 
 def largest(difference):
     return float(difference.abs().max()) if difference.numel() else 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("where", ["slabs", "host", "file"])
+def test_a_vector_almost_inside_the_span_comes_out_orthogonal_to_it(
+    where, dtype, generator, tmp_path, monkeypatch
+):
+    """Relative to what is left of it, though no single piece holds most of it."""
+    monkeypatch.setattr(store, "SLAB_BYTES", 1)
+    monkeypatch.setattr(tiers, "PIECE_BYTES", 1)
+    tier = {"host": PinnedHost(), "file": MappedFile(tmp_path)}.get(where, DeviceMemory())
+    n, exact = 500, torch.float64 if dtype == torch.float64 else torch.float32
+    rows = Rows(n, 4, dtype=dtype, tier=tier)
+    for _ in range(4):
+        rows.extend(draw(generator, 1, n, dtype=exact))
+    outside = 1e-12 if dtype == torch.float64 else 1e-5
+    inside = rows.rows().double().sum(0)
+    vectors = (inside + outside * draw(generator, 2, n)).to(exact)
+    for given in (vectors[0], vectors):
+        left = given.clone()
+        removed = rows.project_out_(left)
+        assert float(rows.leak(left).max()) <= 4 * float(torch.finfo(exact).eps)
+        again = given.double() - removed @ rows.rows().double()
+        assert largest(again - left.double()) <= 16 * float(torch.finfo(exact).eps)

@@ -15,15 +15,15 @@ collective: every rank calls it, with its own shards; Gram matrices and coeffici
 all ranks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from curvlab_kernels import ops
-from curvlab_kernels.algebra import solve
+from curvlab_kernels import checks, ops
 from curvlab_kernels.block import gram, orthonormalise_with_
 from curvlab_kernels.checks import STORAGE, WORKING
+from curvlab_kernels.registered import backend
 from torch import Tensor, nn
 
 from curvlab.precision import given_limit, least_share, working
@@ -79,6 +79,8 @@ class Rows:
         self.store = Store(self.width, capacity, dtype, self.device, self.tier)
         self._gram = torch.zeros(0, 0, dtype=torch.float64, device=self.device)
         self.factor = None if dtype in WORKING else self._gram
+        self._local, self._one = not self.space.sharded, torch.Size([self.width])
+        self._kernel: Callable[..., Tensor] = backend(self._gram).project_
 
     @classmethod
     def of(
@@ -277,11 +279,7 @@ class Rows:
     def coefficients(self, vectors: Tensor) -> Tensor:
         """``M g`` with the stored rows: ``(size,)`` or ``(b, size)``, float64."""
         self._check(vectors)
-        parts = [ops.coefficients(rows, vectors, scales) for _, rows, scales in self.store.pieces()]
-        if len(parts) != 1:
-            empty = vectors.new_zeros((*vectors.shape[:-1], 0), dtype=torch.float64)
-            parts = [torch.cat([empty, *parts], -1)]
-        return self.space.total(parts[0])
+        return self.space.total(steps.coefficients(self, vectors))
 
     def project_out_(self, vectors: Tensor | Sequence[Tensor]) -> Tensor:
         """Remove the span of the rows in place; returns the coefficients removed, float64.
@@ -290,20 +288,27 @@ class Rows:
             vectors: ``(width,)``, rows ``(b, width)``, or a list of whole tensors with ``n``
                 elements together, such as a model's gradients in the order of its parameters.
         """
+        whole = self.store.whole
+        # A small model projects more often than it can afford to ask: a good vector goes straight
+        # to the kernel, which ops would check again together with our own rows.
+        if (
+            whole is not None
+            and self._local
+            and type(vectors) is Tensor
+            and vectors.shape == self._one
+            and vectors.dtype in WORKING
+            and vectors.device == self.device
+            and vectors.is_contiguous()
+            and not vectors.requires_grad
+        ):
+            return self._kernel(whole[0], vectors, self.factor, whole[1])
         if not isinstance(vectors, Tensor):
             return gradients.project_list_(self, vectors)
         self._check(vectors)
-        whole, local = self.store.whole, not self.space.sharded
-        if local and whole is not None:
+        checks.check_in_place(vectors)
+        if whole is not None and self._local:
             return ops.project_(whole[0], vectors, self.factor, whole[1])
-        if local and self.factor is None:
-            # Orthonormal pieces can be removed one after the other: each is fetched once.
-            parts = [ops.project_(rows, vectors) for _, rows, _ in self.store.pieces()]
-            empty = vectors.new_zeros((*vectors.shape[:-1], 0), dtype=torch.float64)
-            return torch.cat([empty, *parts], -1)
-        removed = solve(self.factor, self.coefficients(vectors))
-        self.subtract_(removed, vectors)
-        return removed
+        return steps.project_out_(self, vectors)
 
     def subtract_(self, weights: Tensor, vectors: Tensor) -> None:
         """``g -= M' c`` in place: ``weights`` ``(size,)`` or ``(b, size)``, float64."""

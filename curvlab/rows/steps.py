@@ -1,4 +1,4 @@
-"""Gram-Schmidt against rows that are in several pieces of memory, or in shards over ranks.
+"""Projection and Gram-Schmidt against rows in several pieces of memory, or in shards over ranks.
 
 The kernels do the same for rows in one piece and in one process; see
 :mod:`curvlab_kernels.reference` for what is promised. What crosses between ranks is coefficients
@@ -9,11 +9,55 @@ from typing import TYPE_CHECKING
 
 import torch
 from curvlab_kernels import ops
+from curvlab_kernels.algebra import solve
 from curvlab_kernels.block import length_after, scale_
 from torch import Tensor
 
 if TYPE_CHECKING:
     from curvlab.rows.orthonormal import Rows
+
+
+# Of a vector's norm. Where less is left of it, the rounding of what was removed is a large part of
+# that, and a second pass follows: twice is enough (Kahan, Parlett).
+ALMOST_INSIDE = 0.1
+
+
+def coefficients(rows: "Rows", vectors: Tensor) -> Tensor:
+    """``M g`` over the elements held here: ``(size,)`` or ``(b, size)``, float64."""
+    parts = [ops.coefficients(piece, vectors, scales) for _, piece, scales in rows.store.pieces()]
+    if len(parts) == 1:
+        return parts[0]
+    empty = vectors.new_zeros((*vectors.shape[:-1], 0), dtype=torch.float64)
+    return torch.cat([empty, *parts], -1)
+
+
+def project_out_(rows: "Rows", vectors: Tensor) -> Tensor:
+    """See :meth:`Rows.project_out_`."""
+    if rows.size == 0:
+        return vectors.new_zeros((*vectors.shape[:-1], 0), dtype=torch.float64)
+    removed, inside, square = _project_once_(rows, vectors)
+    # |g|^2 - |c|^2 is what is left, known without another reading
+    if bool((square - inside < ALMOST_INSIDE**2 * square).any()):
+        removed += _project_once_(rows, vectors)[0]
+    return removed
+
+
+def _project_once_(rows: "Rows", vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One pass: what was removed, its squared norm, and that of the vectors before."""
+    square = ops.norm(vectors).square().unsqueeze(-1)
+    if rows.factor is None and not rows.space.sharded:
+        # Orthonormal pieces can be removed one after the other: each is fetched once.
+        parts = list[Tensor]()
+        for _, piece, _ in rows.store.pieces():
+            parts.append(ops.coefficients(piece, vectors))
+            ops.apply_(piece, parts[-1], vectors)
+        removed = torch.cat(parts, -1)
+        return removed, removed.square().sum(-1), square[..., 0]
+    both = rows.space.total(torch.cat([coefficients(rows, vectors), square], -1))
+    found, square = both[..., :-1].contiguous(), both[..., -1]
+    removed = solve(rows.factor, found)
+    rows.subtract_(removed, vectors)
+    return removed, (removed * found).sum(-1), square
 
 
 def orthonormalise_(rows: "Rows", vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,9 +93,8 @@ def lanczos_step_(
 
 def _pass_(rows: "Rows", vector: Tensor) -> tuple[Tensor, Tensor]:
     """Remove ``rows`` from ``vector``; the coefficients, and the norm before. One sum."""
-    parts = [ops.coefficients(piece, vector) for _, piece, _ in rows.store.pieces()]
     square = ops.norm(vector).square().reshape(1)
-    both = rows.space.total(torch.cat([*parts, square]))
+    both = rows.space.total(torch.cat([coefficients(rows, vector), square]))
     removed = both[:-1].contiguous()
     rows.subtract_(removed, vector)
     return removed, both[-1].sqrt()
