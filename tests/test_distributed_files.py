@@ -21,7 +21,7 @@ from curvlab.distributed import (
     launch,
     shard_width,
 )
-from curvlab.eigen import Room, lanczos
+from curvlab.eigen import Checkpoint, Room, lanczos
 from curvlab.operators import Dense, FromFunction
 from curvlab.storage import StorageError
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.distributed
 
 N = 700  # not a multiple of 64: two ranks hold 384 and 316
 STORAGE = [torch.float64, torch.float32, torch.bfloat16, torch.int8]
-ASKED = {"tol": 1e-6, "room": Room(rows=56)}
+ASKED = {"tol": 1e-6, "room": Room(rows=32)}
 
 
 def matrix():
@@ -50,7 +50,7 @@ def dying(group, folder):
         return whole @ vector
 
     operator = Sharded(FromFunction(product, N, dtype=torch.float64), group)
-    lanczos(operator, 6, checkpoint=Path(folder) / "solve", **ASKED)
+    lanczos(operator, 6, checkpoint=Checkpoint(Path(folder) / "solve", every=10), **ASKED)
 
 
 def solve(group, folder):
@@ -63,7 +63,7 @@ def solve(group, folder):
 
     operator = Sharded(FromFunction(product, N, dtype=torch.float64), group)
     made = 0  # without those of the probe
-    pairs = lanczos(operator, 6, checkpoint=folder / "solve", **ASKED)
+    pairs = lanczos(operator, 6, checkpoint=Checkpoint(folder / "solve", every=10), **ASKED)
     found = pairs.gather()
     return {"values": found.values, "vectors": found.vectors, "all": pairs.matvecs, "made": made}
 
@@ -144,7 +144,11 @@ def replicated(group, folder):
         return whole @ vector
 
     operator = DataParallel(FromFunction(product, N, dtype=torch.float64), samples=2 + group.rank)
-    asked = {**ASKED, "checkpoint": folder / "replicated.safetensors", "dense": False}
+    asked = {
+        **ASKED,
+        "checkpoint": Checkpoint(folder / "replicated.safetensors", every=10),
+        "dense": False,
+    }
     try:
         lanczos(operator, 6, **asked)
     except (OSError, KeyError) as error:
@@ -287,13 +291,14 @@ def test_a_killed_rank_ends_the_solve_and_is_named(folders):
 
 
 def test_the_killed_solve_resumes_on_as_many_ranks_and_on_another_number(folders):
-    straight = lanczos(matrix(), 6, tol=1e-6, basis=24, dense=False)
+    straight = lanczos(matrix(), 6, dense=False, **ASKED)
     with join() as group:
         alone = solve(group, folders["two"] / "copy")
     for resumed in (folders["found"][0]["resumed"], alone):
         assert torch.allclose(resumed["values"], straight.values, rtol=1e-10)
         assert torch.allclose(resumed["vectors"], straight.vectors, atol=1e-6)
-        assert abs(resumed["all"] - straight.matvecs) <= 4
+        # four of the probe, and one in each of two calls that tells whose file it is
+        assert abs(resumed["all"] - straight.matvecs) <= 6
         # not from the beginning: the products before the checkpoint were not made again
         assert resumed["made"] <= resumed["all"] - 30
 
@@ -301,7 +306,7 @@ def test_the_killed_solve_resumes_on_as_many_ranks_and_on_another_number(folders
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 8)])
 def test_a_solve_killed_on_some_ranks_resumes_on_others(tmp_path, before, after):
-    straight = lanczos(matrix(), 6, tol=1e-6, basis=24, dense=False)
+    straight = lanczos(matrix(), 6, dense=False, **ASKED)
     with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
         launch(dying, before, str(tmp_path), timeout=90, patience=30)
     for resumed in launch(solve, after, tmp_path, timeout=120, patience=60):
@@ -321,7 +326,7 @@ def test_what_four_ranks_saved_eight_read_bit_for_bit(tmp_path):
 
 
 def test_ranks_with_whole_vectors_share_one_checkpoint(folders):
-    straight = lanczos(matrix(), 6, tol=1e-6, basis=24, dense=False)
+    straight = lanczos(matrix(), 6, dense=False, **ASKED)
     for rank, found in enumerate(folders["found"]):
         resumed = found["replicated"]
         assert ("disk" in resumed["broken"]) == (rank == 1)

@@ -9,7 +9,7 @@ import torch
 
 from curvlab.distributed import files
 from curvlab.distributed.group import Group
-from curvlab.eigen.result import Eigenpairs, certificate_facts, certificate_from
+from curvlab.eigen.result import Eigenpairs, facts_from
 
 if TYPE_CHECKING:
     from curvlab.distributed.shards import Shards
@@ -44,13 +44,7 @@ class ShardedEigenpairs(Eigenpairs):
         Args:
             about: More facts for the manifest (JSON).
         """
-        facts = {
-            f.name: getattr(self, f.name)
-            for f in fields(Eigenpairs)
-            if f.name not in (*_SMALL, "vectors")
-        }
-        facts["certificate"] = certificate_facts(self.certificate)
-        facts["about"] = dict(about or {})
+        facts = {**self.facts(), "about": dict(about or {})}
         small = {name: getattr(self, name) for name in _SMALL}
         files.save(self.shards, Path(path), KIND, {"vectors": self.vectors}, small, facts)
         return Path(path)
@@ -64,7 +58,5 @@ class ShardedEigenpairs(Eigenpairs):
 
         shards = Shards(files.elements(path), group)
         tensors, facts = files.load(shards, Path(path), KIND)
-        facts["certificate"] = certificate_from(facts["certificate"])
-        del facts["about"]
         placed: dict[str, Any] = {name: tensor.to(device) for name, tensor in tensors.items()}
-        return cls(shards=shards, **placed, **facts)
+        return cls(shards=shards, **placed, **facts_from(facts))

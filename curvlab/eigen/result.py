@@ -182,10 +182,7 @@ class Eigenpairs:
         Args:
             about: More facts for the manifest (JSON), such as ``operator.about()``.
         """
-        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
-        facts["outcome"] = self.outcome.name
-        facts["certificate"] = certificate_facts(self.certificate)
-        facts["about"] = dict(about or {})
+        facts = {**self.facts(), "about": dict(about or {})}
         tensors = {name: getattr(self, name) for name in _TENSORS}
         return save_tensors(path, "eigenpairs", tensors, facts)
 
@@ -193,11 +190,24 @@ class Eigenpairs:
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "Eigenpairs":
         """Read what :meth:`save` wrote."""
         tensors, manifest = load_tensors(path, "eigenpairs")
-        facts: dict[str, Any] = {name: tensors[name].to(device) for name in _TENSORS}
-        facts |= {f.name: manifest[f.name] for f in fields(cls) if f.name not in _TENSORS}
-        facts["outcome"] = Outcome[facts["outcome"]]
-        facts["certificate"] = certificate_from(facts["certificate"])
-        return cls(**facts)
+        placed: dict[str, Any] = {name: tensors[name].to(device) for name in _TENSORS}
+        return cls(**placed, **facts_from(manifest))
+
+    def facts(self) -> dict[str, Any]:
+        """Everything but the tensors, as JSON."""
+        facts = {f.name: getattr(self, f.name) for f in fields(Eigenpairs)}
+        facts = {name: fact for name, fact in facts.items() if name not in _TENSORS}
+        certificate = certificate_facts(self.certificate)
+        return {**facts, "outcome": self.outcome.name, "certificate": certificate}
+
+
+def facts_from(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What :meth:`Eigenpairs.facts` gave, as it was; the manifest may hold more."""
+    names = [f.name for f in fields(Eigenpairs) if f.name not in _TENSORS]
+    facts = {name: manifest[name] for name in names}
+    facts["outcome"] = Outcome[facts["outcome"]]
+    facts["certificate"] = certificate_from(facts["certificate"])
+    return facts
 
 
 def tolerances(values: Tensor, tol: float, relative_to: RelativeTo, norm: float) -> Tensor:
