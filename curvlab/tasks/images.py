@@ -12,6 +12,10 @@ class DataError(ValueError):
     """A data file is missing, damaged or not what it should be; the message names the cure."""
 
 
+class MissingDataError(DataError, FileNotFoundError):
+    """A data file or its folder does not exist."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageData:
     """A labelled image set: images ``(N, C, H, W)`` uint8, labels ``(N,)`` int64.

@@ -11,15 +11,22 @@ first taken:
 - CIFAR-100: ``root/cifar-100-python``, ``cifar-100-python.tar.gz``, ``cifar100.npz``; fine labels.
 """
 
+import math
 import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from curvlab.tasks.images import DataError, ImageData, image_tensor, label_tensor
+from curvlab.tasks.images import (
+    DataError,
+    ImageData,
+    MissingDataError,
+    image_tensor,
+    label_tensor,
+)
 from curvlab.tasks.published import DOWNLOADS, FILES, verify_file
-from curvlab.tasks.readers.cifar import read_cifar_batch, read_cifar_batches
+from curvlab.tasks.readers.cifar import content_of, read_cifar_batch, read_cifar_batches
 from curvlab.tasks.readers.idx import read_idx
 from curvlab.tasks.readers.packs import read_arrays, read_sprites
 
@@ -29,6 +36,8 @@ CIFAR10_CLASSES = tuple(
     "airplane automobile bird cat deer dog frog horse ship truck".split()  # noqa: SIM905
 )
 _CIFAR10_BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+
+_MOST = 60_000  # images in one part of any of these data sets
 
 Root = str | Path | None
 
@@ -114,11 +123,11 @@ def data_root(root: Root, name: str) -> Path:
     folder = Path(chosen).expanduser()
     if not folder.is_dir():
         said = "CURVLAB_DATA" if root is None else "root="
-        raise DataError(f"{said} names {folder}, which is not a folder")
+        raise MissingDataError(f"{said} names {folder}, which is not a folder")
     return folder
 
 
-def _missing(name: str, folder: Path, forms: list[str]) -> DataError:
+def _missing(name: str, folder: Path, forms: list[str]) -> MissingDataError:
     files = DOWNLOADS[name]
     known = [FILES[form] for form in forms if form in FILES and FILES[form] not in files]
     listed = "\n".join(
@@ -126,7 +135,7 @@ def _missing(name: str, folder: Path, forms: list[str]) -> DataError:
         + (f"\n    from {' or '.join(file.urls)}" if file.urls else "")
         for file in (*files, *known)
     )
-    return DataError(
+    return MissingDataError(
         f"{name} was not found in {folder}. It may be there as: {'; '.join(forms)}.\n{listed}\n"
         f"`python -m curvlab.tasks.download {name} --root {folder}` gets it with its digest checked"
     )
@@ -181,7 +190,7 @@ def _read_batches(
             if verify:
                 for path in paths:
                     verify_file(path)
-            return [read_cifar_batch(p.read_bytes(), str(p), key, classes) for p in paths]
+            return [read_cifar_batch(content_of(p), str(p), key, classes) for p in paths]
         if len(absent) < len(names) and place != root:
             raise DataError(f"{place} holds part of the batches but lacks {', '.join(absent)}")
     path = root / archive
@@ -205,7 +214,8 @@ def _from_pack(
     if verify:
         verify_file(path)
     keys = ("x_train", "y_train", "x_test", "y_test")
-    arrays = read_arrays(path, keys)
+    image = math.prod(shape)
+    arrays = read_arrays(path, {key: _MOST * (image if key[0] == "x" else 8) for key in keys})
 
     def checked(part: str) -> tuple[Tensor, Tensor]:
         images = image_tensor(arrays[f"x_{part}"], f"{path}: x_{part}", shape)

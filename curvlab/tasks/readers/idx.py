@@ -10,7 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from curvlab.tasks.images import DataError
+from curvlab.tasks.images import DataError, MissingDataError
+
+MOST = 60_000 * 28 * 28  # bytes: MNIST's training images, the largest of its files
 
 
 class _Readable(Protocol):
@@ -23,7 +25,8 @@ _BYTES = 0x08  # the type code of unsigned bytes, the only one MNIST uses
 def read_idx(path: str | Path) -> NDArray[np.uint8]:
     """The array of bytes in an idx file: ``(N,)`` for labels, ``(N, 28, 28)`` for images.
 
-    Gzip is recognised by its first two bytes, whatever the file is called.
+    No more is read than the largest of MNIST's files holds, whatever the header says. Gzip is
+    recognised by its first two bytes, whatever the file is called.
     """
     path = Path(path)
     try:
@@ -35,8 +38,8 @@ def read_idx(path: str | Path) -> NDArray[np.uint8]:
                     return _parse(file, path)
             return _parse(raw, path)
     except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise MissingDataError(f"{path} does not exist") from error
+    except (EOFError, zlib.error, OSError) as error:  # a bad gzip file is an OSError, too
         raise DataError(f"{path} is damaged: {error}. Get it again") from error
 
 
@@ -51,6 +54,11 @@ def _parse(file: _Readable, path: Path) -> NDArray[np.uint8]:
         raise DataError(f"{path} is truncated: its header announces {magic[3]} dimensions")
     shape = struct.unpack(f">{magic[3]}I", sizes)
     count = math.prod(shape)
+    if count > MOST:
+        raise DataError(
+            f"{path} announces an array {shape}, more than the {MOST:,} bytes of MNIST's largest "
+            "file: its header is damaged, or it holds other data"
+        )
     # one byte more than announced is enough to see that a file is too long, however long it is
     content = file.read(count + 1)
     if len(content) != count:
