@@ -8,19 +8,26 @@ renamed over it, so a crash or a full disk leaves the previous file as it was.
 
 import hashlib
 import json
+import math
 import os
 import platform
+import re
 import shlex
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: what a killed process leaves stays there
+    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 HEADER_BYTES = 100_000_000  # the format's own limit
@@ -81,13 +88,12 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= min(path.stat().st_size - 8, HEADER_BYTES):
                 raise ValueError("its header does not fit into it")
-            header = json.loads(file.read(length)).get("__metadata__", {})
-            manifest: dict[str, Any] = json.loads(header["curvlab"]) if "curvlab" in header else {}
-        except (ValueError, AttributeError, TypeError) as error:
+            text = _metadata(json.loads(file.read(length))).get("curvlab")
+        except _UNREADABLE as error:
             raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
-    if "kind" not in manifest:
+    if text is None:
         raise StorageError(f"{path} is a safetensors file, but curvlab did not write it")
-    return manifest
+    return _manifest(path, text)
 
 
 def load_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -182,7 +188,7 @@ def open_pieces(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Pieces]
     with path.open("rb") as file:
         try:
             header, tensors = _stored_pieces(file, path.stat().st_size)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        except _UNREADABLE as error:
             raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
         text = header.get("curvlab")
         if text is None:
@@ -197,14 +203,17 @@ def _stored_pieces(file: BinaryIO, size: int) -> tuple[dict[str, str], dict[str,
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(size - 8, HEADER_BYTES):
         raise ValueError("its header does not fit into it")
-    entries: dict[str, Any] = json.loads(file.read(length))
-    metadata: dict[str, str] = entries.pop("__metadata__", {})
+    entries = json.loads(file.read(length))
+    metadata = _metadata(entries)
+    entries.pop("__metadata__", None)
     found, expected = dict[str, Pieces](), 0
-    for name, entry in sorted(entries.items(), key=lambda item: int(item[1]["data_offsets"][0])):
-        dtype, shape = DTYPES[entry["dtype"]], tuple(int(extent) for extent in entry["shape"])
-        start, stop = entry["data_offsets"]
-        count = dtype.itemsize * torch.Size(shape).numel()
-        if min(shape, default=0) < 0 or start != expected or stop != start + count:
+    for name, entry in sorted(entries.items(), key=lambda item: _numbers(item[1]["data_offsets"])):
+        dtype, shape = DTYPES[entry["dtype"]], _numbers(entry["shape"])
+        start, stop = _numbers(entry["data_offsets"])
+        # Python's own integers: a product of 64-bit ones may wrap around to what the file has. No
+        # extent is longer than the file, so that nothing is counted through or made for nothing.
+        count = dtype.itemsize * math.prod(shape)
+        if max(shape, default=0) > size or start != expected or stop != start + count:
             raise ValueError(f"tensor {name!r} is not where its header says")
         found[name] = Pieces(dtype, shape, _reader(file, 8 + length + start, dtype, shape))
         expected = stop
@@ -216,7 +225,7 @@ def _stored_pieces(file: BinaryIO, size: int) -> tuple[dict[str, str], dict[str,
 def _reader(
     file: BinaryIO, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Callable[[], Iterator[Tensor]]:
-    row = dtype.itemsize * torch.Size(shape[1:]).numel()
+    row = dtype.itemsize * math.prod(shape[1:])
     at_once = max(1, PIECE_BYTES // max(row, 1))
     rows = shape[0] if shape else 1
 
@@ -239,18 +248,42 @@ def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch(exist_ok=False)
-        try:
-            write(str(temporary))
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        _remove_stale(path)
+        with temporary.open("xb") as held:
+            try:
+                if not _lock(held):  # held until it is complete, so that nobody else removes it
+                    held.close()
+                write(str(temporary))
+                with temporary.open("rb") as file:
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(
             f"could not write {path}: {error}. What was there before is unchanged"
         ) from error
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Hold the open file for this process; False if another does. Ends with the process."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove what killed processes left of files that were to become ``path``."""
+    name = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
+    for sibling in path.parent.glob(".*"):
+        if name.fullmatch(sibling.name):
+            with suppress(FileNotFoundError), sibling.open("rb") as file:
+                if _lock(file):
+                    sibling.unlink()
 
 
 def versions() -> dict[str, str]:
@@ -277,12 +310,43 @@ def _manifest_text(kind: str, manifest: Mapping[str, Any]) -> str:
 
 
 def _checked_manifest(path: Path, text: str, kind: str) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads(text)
+    manifest = _manifest(path, text)
     if manifest["kind"] != kind:
         raise StorageError(f"{path} holds a {manifest['kind']}, not a {kind}")
     if manifest["format"] > FORMAT:
-        raise StorageError(f"{path} was written by a newer curvlab ({manifest['curvlab']}): update")
+        newer = manifest.get("curvlab", "of an unknown version")
+        raise StorageError(f"{path} was written by a newer curvlab ({newer}): update")
     return manifest
+
+
+# What a header can be that is not one: no JSON, other types, names or numbers, nested too deep.
+_UNREADABLE = (
+    ValueError, KeyError, TypeError, AttributeError, OSError, OverflowError, RecursionError,
+)  # fmt: skip
+
+
+def _metadata(entries: Any) -> dict[str, str]:
+    metadata = entries.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("its metadata are not texts")
+    return metadata
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(v) is not int or v < 0 for v in values):
+        raise ValueError(f"{values!r:.60} are not sizes")
+    return tuple(values)
+
+
+def _manifest(path: Path, text: str) -> dict[str, Any]:
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"{path} has a manifest that cannot be read: {error}") from error
+    known = isinstance(manifest, dict) and isinstance(manifest.get("kind"), str)
+    if not known or type(manifest.get("format")) is not int:
+        raise StorageError(f"{path} has a manifest without a kind and a format: it is damaged")
+    return dict(manifest)
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:

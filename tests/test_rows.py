@@ -1,8 +1,12 @@
 """Rows: one owner of orthonormal rows, in any number of pieces, on any tier."""
 
+import copy
+import threading
+
 import pytest
 import torch
 
+from curvlab.basis import Basis
 from curvlab.eigen import lanczos
 from curvlab.operators import Dense
 from curvlab.rows import DeviceMemory, MappedFile, PinnedHost, Rows, Whole, store, tiers
@@ -177,3 +181,46 @@ def test_a_vector_almost_inside_the_span_comes_out_orthogonal_to_it(
         assert float(rows.leak(left).max()) <= 4 * float(torch.finfo(exact).eps)
         again = given.double() - removed @ rows.rows().double()
         assert largest(again - left.double()) <= 16 * float(torch.finfo(exact).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_threads_that_extend_one_basis_take_turns(dtype):
+    basis = Basis(400, 200, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randn(16, 8, 400, generator=generator)
+    kept, start = [None] * 16, threading.Barrier(16)
+
+    def add(index):
+        start.wait()
+        kept[index] = basis.extend(blocks[index], task=str(index))
+
+    threads = [threading.Thread(target=add, args=(index,)) for index in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert basis.size == 128
+    assert all(bool(mask.all()) for mask in kept)
+    assert sorted(int(s.task) for s in basis.segments) == list(range(16))
+    assert basis.orthogonality(recompute=True).passed
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-160, 1e160, 1e200, 1e300])
+def test_vectors_of_any_scale_are_directions(scale):
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(5, 300, generator=generator, dtype=torch.float64)
+    vectors[3] = vectors[0] - vectors[1]
+    plain, far = (Basis(300, 9, dtype=torch.float64) for _ in range(2))
+    scales = torch.tensor([1.0, scale, scale, 1.0, scale], dtype=torch.float64)
+    assert plain.extend(vectors).tolist() == [True, True, True, False, True]
+    assert far.extend(scales[:, None] * vectors).tolist() == [True, True, True, False, True]
+    assert far.principal_angles(plain).max() <= 1e-7
+
+
+def test_rows_can_be_copied(generator):
+    basis = Basis(100, 9, dtype=torch.float16)
+    basis.extend(draw(generator, 3, 100, dtype=torch.float32), task="first")
+    again = copy.deepcopy(basis)
+    again.extend(draw(generator, 2, 100, dtype=torch.float32), task="second")
+    assert (basis.size, again.size) == (3, 5)
+    assert [segment.task for segment in again.segments] == ["first", "second"]

@@ -67,13 +67,14 @@ class Basis(Rows):
         known = () if values is None else tuple(map(float, values))
         if known and len(known) != vectors.shape[0]:
             raise ValueError(f"{vectors.shape[0]} vectors need as many values; got {len(known)}")
-        before = self.size
-        kept = super().extend(vectors, least=least)
-        if self.size > before:
-            chosen = tuple(compress(known, kept.tolist()))
-            new = Segment(task, before, self.size, step, chosen)
-            self._segments = joined(self._segments, new)
-            _ = self.gram  # recorded now, so that a later change of the rows shows
+        with self._lock:
+            before = self.size
+            kept = super().extend(vectors, least=least)
+            if self.size > before:
+                chosen = tuple(compress(known, kept.tolist()))
+                new = Segment(task, before, self.size, step, chosen)
+                self._segments = joined(self._segments, new)
+                _ = self.gram  # recorded now, so that a later change of the rows shows
         return kept
 
     def merge(self, other: "Basis", at_once: int = 64) -> Tensor:

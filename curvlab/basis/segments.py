@@ -54,19 +54,9 @@ def to_json(segments: Sequence[Segment]) -> list[dict[str, Any]]:
 
 def from_json(records: Any, size: int) -> tuple[Segment, ...]:
     """Segments from a file; raises ``ValueError`` unless they cover ``size`` rows in order."""
-    try:
-        segments = [
-            Segment(
-                task=str(record["task"]),
-                start=int(record["start"]),
-                stop=int(record["stop"]),
-                step=None if record["step"] is None else int(record["step"]),
-                values=tuple(float(value) for value in record["values"]),
-            )
-            for record in records
-        ]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"its segments cannot be read: {error}") from error
+    if not isinstance(records, list):
+        raise ValueError("its segments are not a list")
+    segments = [_segment(record) for record in records]
     edges = [0, *(segment.stop for segment in segments)]
     starts = [segment.start for segment in segments]
     if starts != edges[:-1] or edges[-1] != size or any(len(s) < 1 for s in segments):
@@ -74,3 +64,16 @@ def from_json(records: Any, size: int) -> tuple[Segment, ...]:
     if any(segment.values and len(segment.values) != len(segment) for segment in segments):
         raise ValueError("a segment has another number of values than of rows")
     return tuple(segments)
+
+
+def _segment(record: Any) -> Segment:
+    """One of a file's segments, field by field."""
+    fields = record if isinstance(record, dict) else {}
+    task, step, values = fields.get("task"), fields.get("step"), fields.get("values")
+    start, stop = fields.get("start", ""), fields.get("stop", "")
+    numbers = (start, stop, 0 if step is None else step)
+    if not isinstance(task, str) or any(type(number) is not int for number in numbers):
+        raise ValueError(f"its segments cannot be read: {record!r:.80}")
+    if not isinstance(values, list) or any(type(v) not in (int, float) for v in values):
+        raise ValueError(f"its segments cannot be read: the values of {task!r:.40}")
+    return Segment(task, start, stop, step, tuple(float(v) for v in values))

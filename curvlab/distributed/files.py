@@ -139,11 +139,27 @@ def _opened(
 
         opened = {rank: file(rank) for rank in sorted({0, *range(first, min(last + 1, ranks))})}
         tensors, manifest = opened[0]  # the first file holds the other tensors too
+        _require_rows(path, opened)
         found = {name: t for name, t in tensors.items() if name not in manifest["rows"]}
         for name in manifest["rows"]:
             parts = [(rank * width, width, file[name]) for rank, (file, _) in opened.items()]
             found[name] = columns(shards, parts)
         yield found, manifest["facts"]
+
+
+def _require_rows(
+    path: Path, opened: Mapping[int, tuple[dict[str, Pieces], dict[str, Any]]]
+) -> None:
+    """Raise unless all files have the same rows, as the first one's manifest says."""
+    first, manifest = opened[0]
+    names = manifest.get("rows")
+    if not isinstance(names, list) or not isinstance(manifest.get("facts"), dict):
+        raise StorageError(f"{path} does not say what its tensors are: it is damaged")
+    for rank, (tensors, _) in opened.items():
+        for name in names:
+            shape = tensors[name].shape if name in tensors else ()
+            if name not in first or len(shape) != 2 or shape != first[name].shape:
+                raise StorageError(f"{path}: the file of rank {rank} has other rows {name!r:.40}")
 
 
 @contextmanager
@@ -214,9 +230,13 @@ def _commit(path: Path, kind: str, shards: "Shards", number: int) -> None:
 def _current(path: Path) -> dict[str, Any]:
     try:
         current: dict[str, Any] = json.loads((path / CURRENT).read_text())
-        ints = {name: int(current[name]) for name in ("ranks", "n", "width")}
+        ints = {name: current[name] for name in ("ranks", "n", "width")}
+        if any(type(value) is not int or value < 1 for value in ints.values()):
+            raise ValueError(f"{ints} are not sizes")
+        if ints["ranks"] * ints["width"] < ints["n"]:
+            raise ValueError(f"{ints}: the shards do not make up a vector")
         return {"kind": str(current["kind"]), "folder": Path(current["folder"]).name, **ints}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StorageError(f"{path} is not a folder of shards: {error}") from error
 
 

@@ -145,6 +145,10 @@ class Shards:
             raise RankError(f"vectors of ranks {wrong} hold NaN or infinity; nothing was changed")
         return summed
 
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest of every rank's ``values``, element by element."""
+        return self.group.gather(values, "largest elements").amax(0)
+
     def check(self, vectors: Tensor) -> None:
         """Raise unless the elements after those that this rank holds are zero."""
         if bool(vectors[..., self.held :].any()):

@@ -58,7 +58,7 @@ def load(
             size, dtype = _described(space.width, tensors)
             gram = _gram(tensors["gram"])
             room = _whole_number(facts, "capacity")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StorageError(f"{path} does not describe a {make.kind}: {error}") from error
         room = max(room, size) if capacity is None else capacity
         if room < size:
@@ -76,7 +76,7 @@ def load(
     rows.restore(gram.to(rows.device))
     try:
         rows._recall(facts)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StorageError(f"{path} does not describe a {make.kind}: {error}") from error
     return rows
 
@@ -98,7 +98,7 @@ def _opened(
     with open_pieces(path, kind) as (tensors, facts):
         try:
             whole = Whole(_whole_number(facts, "n"))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StorageError(f"{path} does not describe a {kind}: {error}") from error
         yield whole, tensors, facts
 

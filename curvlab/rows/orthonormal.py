@@ -15,6 +15,7 @@ collective: every rank calls it, with its own shards; Gram matrices and coeffici
 all ranks.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -79,6 +80,7 @@ class Rows:
         self.store = Store(self.width, capacity, dtype, self.device, self.tier)
         self._gram = torch.zeros(0, 0, dtype=torch.float64, device=self.device)
         self.factor = None if dtype in WORKING else self._gram
+        self._lock = threading.RLock()
         self._local, self._one = not self.space.sharded, torch.Size([self.width])
         self._kernel: Callable[..., Tensor] = backend(self._gram).project_
 
@@ -207,11 +209,16 @@ class Rows:
         Returns:
             Which vectors were kept: bool ``(k,)``.
         """
+        with self._lock:  # two threads would write to the same place
+            return self._extend(vectors, least)
+
+    def _extend(self, vectors: Tensor, least: float | None) -> Tensor:
         self._check(vectors, 2)
         self.space.check(vectors)
         rounding = max(least_share(self.dtype), least or 0.0)
         total = self.space.total if self.space.sharded else None
         work = vectors.detach().to(self.store.working, copy=True).contiguous()
+        steps.bring_near_(self, work)
         kept = orthonormalise_with_(self.project_out_, work, self.size, rounding, total)
         count = int(kept.sum())
         if self.size + count > self.capacity:
@@ -435,6 +442,12 @@ class Rows:
             if "scales" in tensors:
                 self.store.write_scales(0, tensors["scales"])
         self.restore(tensors["gram"].to(self.device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
 
     def _facts(self) -> dict[str, Any]:
         """What the manifest says beside sizes."""

@@ -59,6 +59,10 @@ class Space(Protocol):
         """Norms ``()`` or ``(b,)`` of ``(width,)`` or ``(b, width)``, float64."""
         ...
 
+    def largest(self, values: Tensor) -> Tensor:
+        """Maxima over the elements held here made maxima over all elements."""
+        ...
+
     def check(self, vectors: Tensor) -> None:
         """Raise unless what stands in ``vectors`` ``(..., width)`` can be what is held here."""
         ...
@@ -155,6 +159,9 @@ class Whole:
 
     def total(self, parts: Tensor) -> Tensor:
         return parts
+
+    def largest(self, values: Tensor) -> Tensor:
+        return values
 
     def check(self, vectors: Tensor) -> None:
         """All elements are here: there is nothing to check."""

@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 # Of a vector's norm. Where less is left of it, the rounding of what was removed is a large part of
 # that, and a second pass follows: twice is enough (Kahan, Parlett).
 ALMOST_INSIDE = 0.1
+FAR = 400  # binary exponent of a number whose squares, summed, may not be a float64
+
+
+def bring_near_(rows: "Rows", vectors: Tensor) -> None:
+    """Bring vectors ``(k, width)`` whose squares leave the range of float64 near one, exactly."""
+    if vectors.dtype != torch.float64 or not vectors.numel():
+        return
+    exponents = torch.frexp(rows.space.largest(vectors.abs().amax(1))).exponent.clamp(-1000, 1000)
+    far = exponents.abs() > FAR
+    if bool(far.any()):
+        vectors[far] = torch.ldexp(vectors[far], -exponents[far].unsqueeze(1))
 
 
 def coefficients(rows: "Rows", vectors: Tensor) -> Tensor:
