@@ -4,11 +4,12 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -187,6 +188,7 @@ def _last_words(process: SpawnProcess, reading: Connection) -> str | None:
 
 def _in_process(one: Work, place: Place, writing: Connection) -> None:
     os.setpgrp()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # a shell may start what it puts in the background with Ctrl-C ignored, and that is inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(place.threads)
@@ -196,6 +198,14 @@ def _in_process(one: Work, place: Place, writing: Connection) -> None:
         sys.exit(130)
     except Exception as error:
         writing.send(_explain(error))
+
+
+def _end_with_parent() -> None:
+    """Nobody waits for the results of a process whose parent was killed: end as on Ctrl-C."""
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGINT)  # it writes its checkpoint; the lock goes with it
 
 
 def _explain(error: Exception) -> str:

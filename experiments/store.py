@@ -76,15 +76,23 @@ class Store:
         """Add lines, each whole; a crash leaves at most one unfinished line at the end."""
         text = "".join(json.dumps(asdict(result), sort_keys=True) + "\n" for result in results)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self.locked("append"), self.file.open("a+b") as file:
-            file.seek(0, os.SEEK_END)
-            if file.tell() > 0:
+        # without a buffer: what a full disk did not take must not be tried again on closing
+        with self.locked("append"), self.file.open("a+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            content = text.encode()
+            if end > 0:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":  # a writer died inside its line: do not join ours to it
-                    file.write(b"\n")
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
+                    content = b"\n" + content
+            try:
+                while content:
+                    content = content[file.write(content) or 0 :]
+                os.fsync(file.fileno())
+            except OSError as error:
+                os.ftruncate(file.fileno(), end)
+                raise StoreError(
+                    f"{self.file} could not be written: {error}. It is as it was before"
+                ) from error
 
     def merge(self, other: "Store") -> int:
         """Add the results of another folder that are not here yet; returns how many."""
@@ -99,22 +107,30 @@ class Store:
         if not self.file.exists():
             return 0
         with self.locked("append"):
-            good, bad = list[bytes](), list[bytes]()
-            for line in self.file.read_bytes().split(b"\n"):
-                try:
-                    if line.strip():
-                        _parse(line, "")
-                        good.append(line)
-                except StoreError:
-                    bad.append(line)
-            if bad:
-                with Path(f"{self.file}.rejected").open("ab") as rejected:
-                    rejected.writelines(line + b"\n" for line in bad)
-                    rejected.flush()
-                    os.fsync(rejected.fileno())
-                beside = Path(f"{self.file}.repaired")
-                beside.write_bytes(b"".join(line + b"\n" for line in good))
-                beside.replace(self.file)
+            content = self.file.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            if whole < len(content) and not _readable(content[whole:]):
+                os.truncate(self.file, whole)  # half a line: needs no room on the disk
+                return 1 + self._reject()
+            return self._reject()
+
+    def _reject(self) -> int:
+        good, bad = list[bytes](), list[bytes]()
+        for line in self.file.read_bytes().split(b"\n"):
+            try:
+                if line.strip():
+                    _parse(line, "")
+                    good.append(line)
+            except StoreError:
+                bad.append(line)
+        if bad:
+            with Path(f"{self.file}.rejected").open("ab") as rejected:
+                rejected.writelines(line + b"\n" for line in bad)
+                rejected.flush()
+                os.fsync(rejected.fileno())
+            beside = Path(f"{self.file}.repaired")
+            beside.write_bytes(b"".join(line + b"\n" for line in good))
+            beside.replace(self.file)
         return len(bad)
 
     @contextmanager
@@ -177,6 +193,14 @@ KINDS: dict[str, type | tuple[type, ...]] = {
     "key": str, "label": str, "size": str, "seed": int, "config": dict, "metrics": dict,
     "seconds": (int, float), "commit": str, "versions": dict, "command": str,
 }  # fmt: skip
+
+
+def _readable(line: bytes) -> bool:
+    try:
+        _parse(line, "")
+    except StoreError:
+        return False
+    return True
 
 
 def _parse(line: bytes, where: str) -> Result:

@@ -231,19 +231,51 @@ def test_plot_draws_saved_results(run, place):
 
 def test_rerun_reproduces_and_notices_what_changed(run, place):
     run("eig", *NET, "--k", 3, "--out", "a.safetensors", "--picture", "a.png")
-    code, out, err = run("rerun", "a.safetensors")
+    code, _, err = run("rerun", "a.safetensors")
+    assert code == 2
+    assert "--model user.py:" in err
+    assert "--yes" in err
+    assert not (place / "a.rerun.safetensors").exists()
+    before = (place / "a.png").stat().st_mtime_ns
+    code, out, err = run("rerun", "a.safetensors", "--yes")
     assert code == 0, err
+    assert (place / "a.png").stat().st_mtime_ns == before, "pictures are left alone"
     assert "the same" in out
     assert (place / "a.rerun.safetensors").exists()
     text = (place / "user.py").read_text()
     (place / "user.py").write_text(text.replace("torch.randn(10, 5", "2 * torch.randn(10, 5"))
-    code, out, _ = run("rerun", "a.safetensors")
+    code, out, _ = run("rerun", "a.safetensors", "--yes")
     assert code == 1
     assert "the data" in out
     Eigenpairs.load("a.safetensors").save("python.safetensors")
     code, _, err = run("rerun", "python.safetensors")
     assert code == 2
     assert "written from Python" in err
+
+
+def test_rerun_takes_only_whole_options_of_verbs_that_make_files(run, place):
+    own = ["--model", "curvlab.nets:mlp", "--data", "curvlab.cli.demo:digits"]
+    run("eig", *own, "--k", 1, "--tol", 0.1, "--out", "own.safetensors")
+    code, out, err = run("rerun", "own.safetensors")  # curvlab's own code: nothing to ask
+    assert code == 0, err
+    assert "the same" in out
+    pairs = Eigenpairs.load("own.safetensors")
+    stray = str(place / "stray.safetensors")
+    for arguments, words in (
+        (["eig", *own, f"--ou={stray}"], "does not know"),
+        (["eig", *own, "--pict", "x.png"], "does not know"),
+        (["bench", "--", "x"], "makes no files"),
+        ([{"a": 1}], "by which command"),
+        ("eig", "by which command"),
+        (["eig", "--model", "http.server:test", "--data", "curvlab.cli.demo:digits"], "--yes"),
+        (["eig", "--model", "curvlab.netsx:f", "--data", "curvlab.cli.demo:digits"], "--yes"),
+    ):
+        pairs.save("made.safetensors", {"arguments": arguments})
+        code, _, err = run("rerun", "made.safetensors")
+        assert code == 2, (arguments, err)
+        assert words in err
+    assert not (place / "stray.safetensors").exists()
+    assert run("eig", *own, "--o", "x.safetensors")[0] == 2
 
 
 def test_doctor_exit_code_can_be_used_in_scripts(run):

@@ -1,6 +1,7 @@
 """The command line: what is finished stays, what is shared is trained once, errors are advice."""
 
 import contextlib
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from experiments.__main__ import main
 from experiments.experiment import Experiment
 from experiments.runner import Place, Work, measure, results_of, shard, trainings_of
 from experiments.shelf import LABEL, Shelf, Training
-from experiments.store import Store
+from experiments.store import Store, StoreError, make_result
 from experiments.tables import Table
 from experiments.verdicts import holds
 
@@ -318,6 +319,60 @@ def test_ctrl_c_reaches_the_processes_of_several_jobs(tmp_path):
     assert process.returncode == 130, said
     assert len(checkpoints(tmp_path)) == 1
     assert {line.label for line in Store(tmp_path).results()} == {LABEL}
+
+
+def test_the_processes_of_several_jobs_end_when_their_parent_is_killed(tmp_path):
+    process = start(
+        tmp_path, "fig:PTBRM", "--seeds", "1", "--size", "demo", "--jobs", "2", own=False
+    )
+    while process.poll() is None and not (runs(tmp_path) and branches(tmp_path)):
+        time.sleep(0.02)
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    children = [int(word) for word in listed.split()]
+    process.kill()
+    assert children
+    waited = time.monotonic() + 60
+    while any(alive(child) for child in children) and time.monotonic() < waited:
+        time.sleep(0.05)
+    assert not any(alive(child) for child in children)
+    assert len(checkpoints(tmp_path)) == 1, "they saved what was done"
+
+
+def alive(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_disk_that_is_full_leaves_the_results_as_they_were(tmp_path):
+    store = Store(tmp_path)
+    result = make_result("a", "demo", 1, LONG, {"x": 1.0}, 1.0, "1", "made")
+    store.append([result])
+    before = store.file.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 40, hard))
+    try:
+        with pytest.raises(StoreError, match="could not be written"):
+            store.append([result])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert store.file.read_bytes() == before
+
+
+def test_half_a_line_is_cut_off_where_nothing_more_can_be_written(tmp_path):
+    store = Store(tmp_path)
+    result = make_result("a", "demo", 1, LONG, {"x": 1.0}, 1.0, "1", "made")
+    store.append([result])
+    before = store.file.read_bytes()
+    store.file.write_bytes(before + before[: len(before) // 2])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        assert store.repair() == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert store.file.read_bytes() == before
 
 
 @pytest.mark.slow

@@ -102,7 +102,12 @@ def demo(parser: ArgumentParser) -> None:
 
 
 def rerun(parser: ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="written by curvlab eig or curvlab density")
+    parser.add_argument("file", metavar="FILE", help="written by curvlab eig, density or demo")
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="run the code that the file names, if it is not our own",
+    )
 
 
 def version(parser: ArgumentParser) -> None:

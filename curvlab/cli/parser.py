@@ -27,6 +27,7 @@ def build() -> argparse.ArgumentParser:
         description="Certified curvature for PyTorch models.\n\nverbs:\n" + table,
         epilog=f"example: {VERBS['eig'].examples[0]}\ncurvlab VERB --help shows a verb's options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"curvlab {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", help=argparse.SUPPRESS)
@@ -36,6 +37,7 @@ def build() -> argparse.ArgumentParser:
             description=verb.summary,
             epilog="examples:\n" + "\n".join(f"  {example}" for example in verb.examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # what a file asks to be run must be what it seems
         )
         verb.arguments(own)
         own.add_argument("--json", action="store_true", help="one JSON object on stdout")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvlab.basis import Basis
 from curvlab.cli.output import emit, say
-from curvlab.cli.parser import UsageError
+from curvlab.cli.parser import UsageError, parse
 from curvlab.eigen import Density, Eigenpairs
 from curvlab.storage import StorageError, read_manifest
 from curvlab.training import Run
@@ -95,28 +95,30 @@ def plot(options: Namespace) -> int:
 
 def rerun(options: Namespace) -> int:
     """Run the command that made a file again, beside it, and compare."""
-    from curvlab.cli import main
+    from curvlab.cli.verbs import VERBS
 
     old = load(options.file, "eigenpairs", "density", "run")
     manifest = read_manifest(options.file)
     about = manifest.get("about", {})
-    given = about.get("arguments")
-    if not given:
-        raise UsageError(
-            f"{options.file} was written from Python, so there is no curvlab command to run again; "
-            f"it came from: {manifest.get('command', 'an unknown command')}"
-        )
+    again = _command(options.file, manifest)
     path = Path(options.file)
     if isinstance(old, Run):
-        folder = path.parent / "rerun"
-        new = folder / path.name
-        command = _replaced(given, "--out", str(folder))
+        new = path.parent / "rerun" / path.name
+        again.out = str(new.parent)
     else:
         new = path.with_name(f"{path.stem}.rerun.safetensors")
-        command = _replaced([w for w in given if w != "--json"], "--out", str(new))
-    say(options, f"running: {shlex.join(['curvlab', *command])}")
+        again.out = str(new)
+    shown = shlex.join(["curvlab", *again.arguments])
+    say(options, f"the file says that it was made by: {shown}", True)
+    foreign = [name for name in map(_factory, _PLACES, [again] * len(_PLACES)) if name]
+    if foreign and not options.yes:
+        raise UsageError(
+            f"running that again calls {', '.join(foreign)}, code that the file names and that is "
+            "not curvlab's own. If you trust it, add --yes"
+        )
+    again.picture, again.quiet, again.json = [], True, True
     with redirect_stdout(StringIO()):  # what is asked for here is the comparison
-        code = main([*command, "--quiet", "--json"])
+        code = VERBS[again.verb].load()(again)
     if not new.exists():
         say(options, "it did not finish", True)
         return max(code, 1)
@@ -134,20 +136,39 @@ def rerun(options: Namespace) -> int:
     return 0 if same else 1
 
 
-def _replaced(arguments: list[str], option: str, value: str) -> list[str]:
-    """The arguments with one option's value replaced, or added; pictures are left alone."""
-    kept: list[str] = []
-    skip = False
-    for word in arguments:
-        if skip:
-            skip = False
-        elif word == option:
-            skip = True
-        elif not word.startswith(f"{option}="):
-            kept.append(word)
-    position = kept.index("--picture") if "--picture" in kept else len(kept)
-    stop = next((i for i in range(position + 1, len(kept)) if kept[i].startswith("-")), len(kept))
-    return [*kept[:position], *kept[stop:], option, value]
+def _command(name: str, manifest: dict[str, Any]) -> Namespace:
+    """The options of the command that made a file; only verbs that make such files are taken."""
+    about = manifest.get("about", {})
+    given = about.get("arguments") if isinstance(about, dict) else None
+    if not given:
+        raise UsageError(
+            f"{name} was written from Python, so there is no curvlab command to run again; "
+            f"it came from: {manifest.get('command', 'an unknown command')}"
+        )
+    if not isinstance(given, list) or not all(isinstance(word, str) for word in given):
+        raise UsageError(f"{name} does not say by which command it was made: {given!r}")
+    if given[0] not in ("eig", "density", "demo"):
+        raise UsageError(
+            f"{name} says that it was made by curvlab {given[0]}, which makes no files"
+        )
+    try:
+        return parse(given)
+    except SystemExit as end:
+        raise UsageError(f"{name} holds a command that this curvlab does not know") from end
+
+
+_PLACES = ("model", "data", "loss")
+_OWN = ("curvlab.nets", "curvlab.tasks", "curvlab.cli.demo")
+
+
+def _factory(option: str, again: Namespace) -> str | None:
+    """``--option place:name`` if that is not curvlab's own code; names in torch are not code."""
+    given = getattr(again, option, None)
+    if given is None or ":" not in given:
+        return None
+    module = given.rpartition(":")[0]
+    own = any(module == name or module.startswith(f"{name}.") for name in _OWN)
+    return None if own else f"--{option} {given}"
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -110,7 +110,7 @@ VERBS: dict[str, Verb] = {
         ("curvlab demo --out demo",),
     ),
     "rerun": Verb(
-        "compute a saved result again and compare",
+        "compute a saved result again and compare; runs what the file names",
         "curvlab.cli.results:rerun",
         add.rerun,
         ("curvlab rerun top.safetensors",),
