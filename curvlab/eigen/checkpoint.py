@@ -63,7 +63,6 @@ def write_checkpoint(
         "krylov": {name: getattr(krylov, name) for name in _NUMBERS},
         "products": solver.products.count,
         "draws": solver.draws,
-        "queued": solver.queued,
         "finds": solver.finds,
         "doubt": solver.doubt,
         "converged_at": solver.converged_at,
@@ -104,7 +103,6 @@ def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) 
     krylov.aside_coupling = tensors["aside coupling"]
     solver.products.count += facts["products"]
     solver.draws = facts["draws"]
-    solver.queued = facts["queued"]
     solver.finds = facts["finds"]
     solver.doubt = facts["doubt"]
     solver.converged_at = facts["converged_at"]

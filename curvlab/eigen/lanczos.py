@@ -62,7 +62,8 @@ def lanczos(
         relative_to: Each pair's own ``"value"``, or the ``"norm"`` of the operator.
         deflate: Directions to leave out: a curvlab ``Basis`` or orthonormal rows ``(q, n)``. The
             pairs are those of ``P A P``.
-        v0: Start from a vector ``(n,)`` or from rows ``(b, n)``, such as earlier eigenvectors.
+        v0: Start from a vector ``(n,)`` or from rows ``(b, n)``, such as earlier eigenvectors,
+            which are added up.
         seed: Of the random vectors.
         max_products: Products after which the solve ends, certification included (default
             ``max(1000, 50 k)``).

@@ -63,7 +63,6 @@ class Solver:
         self.reason = ""
         self.whole = True  # whether the state is one between two steps
         self.finds = 0  # chains that found something
-        self.queued = 0  # given start vectors that are still to be multiplied
         self.exhausted = False  # every direction of the space has been multiplied
         self.found = 0  # wanted pairs that have converged, for people who watch
         self.next_look = 0  # products at which the Ritz pairs are looked at again
@@ -99,10 +98,17 @@ class Solver:
         return 2.0 * self.loss + 16.0 * self.products.eps * self.krylov.norm
 
     def start(self, vectors: Tensor | None) -> None:
-        """Begin from given rows ``(b, width)``, or from random ones."""
+        """Begin from given rows ``(b, width)``, or from random ones.
+
+        Rows are added up, into as many as are multiplied together: earlier eigenvectors come out
+        of the sum in as many products as there are, and what is new comes with them. A chain from
+        each row would multiply every row and then every remainder.
+        """
         if vectors is not None:
-            for vector in vectors:
-                self.queued += self._add(vector.to(self.products.dtype))
+            given = vectors.to(self.products.dtype)
+            given = given / self.products.space.norm(given)[:, None].to(given.dtype)
+            for first in range(min(self.request.block, len(given))):
+                self._add(given[first :: self.request.block].sum(0))
         while self.krylov.frontier < self.request.block and self._add_random():
             pass
 
@@ -166,7 +172,6 @@ class Solver:
         else:
             krylov.promote(self._best_frontier_row())
             self._expand()
-            self.queued = max(0, self.queued - 1)
         due = self._due()
         if due or self.products.device.type == "cpu":
             # Where a transfer is free the next step can have its recurrence: a reading less.
@@ -359,7 +364,7 @@ class Solver:
     def _best_frontier_row(self) -> int:
         """The frontier row that the unconverged wanted pairs point to most."""
         krylov = self.krylov
-        if self.queued > 0 or krylov.frontier == 1:
+        if krylov.frontier == 1:
             return 0
         ritz = self.ritz()
         k = min(self.request.k, krylov.multiplied)

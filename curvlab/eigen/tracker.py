@@ -44,7 +44,7 @@ class SpectrumTracker:
             step: For the record.
             options: Passed to :func:`curvlab.lanczos`.
         """
-        start = None if self.pairs is None else self.pairs.vectors.sum(0)
+        start = None if self.pairs is None else self.pairs.vectors
         # Ctrl-C raises here: a step whose solve was cut short leaves no mark.
         pairs = lanczos(operator, self.k, which=self.which, tol=self.tol, v0=start, **options)  # type: ignore[arg-type]
         if pairs.vectors.shape[1] != pairs.n:

@@ -1,0 +1,57 @@
+"""A start from earlier eigenvectors: right, and never dearer than one from nothing."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from curvlab.cli.demo import digits
+from curvlab.eigen import SpectrumTracker, lanczos
+from curvlab.nets import mlp
+from curvlab.operators import Hessian
+
+
+def trained(steps, lr, model, data):
+    optimiser = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        cross_entropy(model(data[0]), data[1]).backward()
+        optimiser.step()
+
+
+@pytest.mark.parametrize("lr", [0.002, 0.05])
+@pytest.mark.parametrize(("k", "tol"), [(5, 1e-2), (10, 1e-3)])
+def test_rows_of_earlier_eigenvectors_never_cost_more_than_a_cold_start(k, tol, lr):
+    samples = digits()[:200]
+    data = samples.inputs, samples.targets
+    model = mlp(seed=1)
+    trained(200, 0.05, model, data)
+    before = lanczos(Hessian(model, cross_entropy, data), k, tol=tol)
+    for gap in (1, 20):
+        trained(gap, lr, model, data)
+        hessian = Hessian(model, cross_entropy, data)
+        cold, warm = (
+            lanczos(hessian, k, tol=tol, certify=False, v0=v0) for v0 in (None, before.vectors)
+        )
+        assert warm.matvecs <= cold.matvecs, gap
+        found, whole = (lanczos(hessian, k, tol=tol, v0=v0) for v0 in (before.vectors, None))
+        assert bool(found.converged.all())
+        assert torch.allclose(found.values, whole.values, rtol=2 * tol)
+        before = found
+
+
+def test_the_tracker_starts_from_the_last_vectors_and_finds_what_a_fresh_solve_finds():
+    generator = torch.Generator().manual_seed(0)
+    n = 400
+    values = torch.cat([torch.tensor([9.0, 8.0, -7.0, 6.0]), torch.linspace(-2, 2, n - 4)]).double()
+    q = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
+    noise = torch.randn(n, n, generator=generator, dtype=torch.float64)
+    tracker = SpectrumTracker(4, tol=1e-6)
+    for step in range(3):
+        matrix = (q * values) @ q.T + 1e-3 * step * (noise + noise.T)
+        matrix = (matrix + matrix.T) / 2
+        found = tracker.update(matrix, step, dense=False)
+        exact = torch.linalg.eigvalsh(matrix)
+        wanted = exact[exact.abs().argsort(descending=True)[:4]]
+        assert torch.allclose(found.values, wanted, rtol=1e-9)
+        assert found.complete
+    assert tracker.table().shape == (3, 4)
