@@ -1,6 +1,9 @@
 """The CPU back end: long rows, threads, forks, and the same numbers on every way."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -68,9 +71,8 @@ def test_the_result_depends_on_neither_scheduling_nor_threads(dtype, generator):
 
 def test_spans_cover_the_columns_and_end_with_tiles():
     for count in (1, 2, 3, 8):
-        torch.set_num_threads(count)
         for columns in (1, 8191, 8192, 8193, 65_536, 1_000_003):
-            parts = threads.spans(columns, 100)
+            parts = threads.spans(columns, 100, count)
             assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
             assert parts[-1][1] == columns
             assert len(parts) <= count
@@ -134,3 +136,40 @@ def test_nan_and_infinity_show(generator):
             vector[7] = bad
             _cpu.project_(rows, vector, None, scales)
             assert not vector.isfinite().any()
+
+
+STEPS = """
+import hashlib, sys, torch
+from curvlab_kernels import ops
+torch.set_num_threads(int(sys.argv[1]))
+generator = torch.Generator().manual_seed(0)
+found = hashlib.sha256()
+for m, n in ((3, 3000), (11, 800_003)):
+    rows = torch.zeros(m, ops.padded(n))
+    rows[:, :n] = torch.randn(m, n, generator=generator)
+    ops.orthonormalise_block_(rows[:0], rows)
+    for beta in (0.3, None):
+        vector = torch.randn(n, generator=generator)
+        results = ops.lanczos_step_(rows, vector, beta)
+        results += (*ops.orthonormalise_(rows, 2 * vector + 1), ops.project_(rows, vector), vector)
+        for tensor in results:
+            found.update(tensor.numpy().tobytes())
+print(found.hexdigest())
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_process_that_compiles_and_later_ones_get_the_same_bits(count, tmp_path):
+    """What is promised: for one number of threads, whether numba's cache is empty or full."""
+    pytest.importorskip("numba")
+    cached = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", STEPS, str(count)]
+
+    def digest():
+        return subprocess.run(
+            command, env=cached, capture_output=True, text=True, check=True
+        ).stdout
+
+    cold, warm = digest(), digest()
+    assert list(tmp_path.rglob("*.nbc")), "nothing was cached, so nothing was compared"
+    assert cold == warm

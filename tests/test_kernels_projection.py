@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from curvlab_kernels import _cpu, reference
-from curvlab_kernels._cpu import loops
+from curvlab_kernels._cpu import path
 
 # Relative to the vector's norm.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-7}
@@ -26,11 +26,11 @@ def kernels(request, monkeypatch):
     if request.param == "reference":
         yield reference
         return
-    loops._compiled.cache_clear()
+    path.forget()
     if request.param == "cpu without numba":
         monkeypatch.setitem(sys.modules, "numba", None)  # importing it now raises ImportError
     yield _cpu
-    loops._compiled.cache_clear()
+    path.forget()
 
 
 def stored(m, n, dtype, generator, working=torch.float32):
@@ -79,10 +79,14 @@ def test_projection_removes_what_float64_removes(kernels, m, n, dtype, working, 
         assert (removed - solved).norm() <= close
         assert (changed.double() - (exact - solved @ values)).norm() <= 2 * close
 
+        # Rounded rows are not quite orthonormal, so that a second pass finds something.
+        rest = exact - weights @ values
+        if (rest.norm(dim=-1) < 0.1 * exact.norm(dim=-1)).any():
+            weights, rest = weights + rest @ values.T, rest - (rest @ values.T) @ values
         changed = vectors.clone()
         removed = kernels.project_(rows, changed, None, scales)
         assert (removed - weights).norm() <= close
-        assert (changed.double() - (exact - weights @ values)).norm() <= 2 * close
+        assert (changed.double() - rest).norm() <= 2 * close
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
@@ -194,19 +198,19 @@ def test_the_leak_at_the_size_of_a_vit_is_that_of_rounding(kernels, generator):
 
 
 def test_missing_numba_is_said_once(monkeypatch, caplog):
-    loops._compiled.cache_clear()
+    path.forget()
     monkeypatch.setitem(sys.modules, "numba", None)
     rows, _ = reference.quantise(torch.ones(2, 10), torch.bfloat16)
-    with caplog.at_level("INFO", logger="curvlab_kernels._cpu.loops"):
+    with caplog.at_level("INFO", logger="curvlab_kernels._cpu.path"):
         _cpu.coefficients(rows, torch.ones(10))
         _cpu.coefficients(rows, torch.ones(10))
     assert [record.message for record in caplog.records if "numba" in record.message] != []
     assert len(caplog.records) == 1
-    loops._compiled.cache_clear()
+    path.forget()
 
 
 def test_narrow_rows_take_the_compiled_loops(monkeypatch, generator):
-    loops._compiled.cache_clear()
+    path.forget()
     compiled = importlib.import_module("curvlab_kernels._cpu.compiled")
     calls = []
     original = compiled.accumulate
@@ -229,3 +233,43 @@ def test_small_terms_of_a_long_sum_are_not_lost_behind_a_large_one(kernels, n, l
     exact = vectors.double() @ values.T
     error = (kernels.coefficients(rows, vectors) - exact).abs().max()
     assert error <= TOLERANCE[torch.float32] * vectors.double().norm()
+
+
+@pytest.mark.parametrize(("dtype", "outside"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("with_factor", [False, True])
+@pytest.mark.parametrize(("m", "n"), [(3, 1025), (20, 18010), (6, 70001)])
+def test_a_vector_almost_inside_the_span_comes_out_orthogonal_to_it(
+    kernels, m, n, with_factor, dtype, outside, generator
+):
+    rows, _, values = stored(m + 1, n, dtype, generator, dtype)
+    values, other = values[:m], values[m]
+    mixing = torch.eye(m, dtype=torch.float64)
+    if with_factor:  # the same span by rows that are not orthonormal
+        mixing += 0.3 * torch.tril(torch.ones(m, m, dtype=torch.float64), -1)
+    inside = torch.randn(m, generator=generator, dtype=torch.float64) @ values
+    given = (inside / inside.norm() + outside * other).to(dtype)
+    rows = reference.quantise((mixing @ values).to(dtype), dtype)[0]
+    values = rows[:, :n].double()
+    factor = torch.linalg.cholesky(values @ values.T) if with_factor else None
+    exact = torch.linalg.qr(values.T).Q
+    for lead in (1, 3):
+        vectors = given.repeat(lead, 1) if lead > 1 else given.clone()
+        kernels.project_(rows, vectors, factor)
+        left = vectors.double().view(lead, n)
+        # Relative to what is left, as for any other vector: without a second pass 1e-4 and 1e-2.
+        assert ((left @ exact).norm(dim=1) / left.norm(dim=1)).max() <= 20 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("k", "m", "n"), [(1, 1, 1), (3, 5, 1000), (4, 40, 70_001), (0, 3, 50)])
+def test_mixed_rows_are_rounded_once_also_in_place(kernels, k, m, n, dtype, generator):
+    rows = reference.quantise(draw((m, n), generator, dtype), dtype)[0]
+    mixing = torch.randn(k, m, generator=generator, dtype=torch.float64)
+    expected = mixing @ rows[:, :n].double()
+    into = torch.full((k, n), torch.nan, dtype=dtype)
+    kernels.mix_(rows, mixing, into)
+    close = torch.finfo(dtype).eps * (mixing.abs() @ rows[:, :n].double().abs())
+    assert ((into.double() - expected).abs() <= close).all()
+    kernels.mix_(rows, mixing, rows[:k])
+    assert ((rows[:k, :n].double() - expected).abs() <= close).all()
+    assert not rows[:k, n:].any()

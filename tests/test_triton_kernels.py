@@ -132,7 +132,7 @@ def broken_kernels_are_seen(device):
 
     whole = _triton.project_
     # The package has a function of the module's name.
-    stage_two = sys.modules["curvlab_kernels._triton.coefficients"]
+    stage_two = sys.modules["curvlab_kernels._triton.dots"]
     sound = stage_two.sum_chunks
 
     def misses_the_last_column(rows, vectors, factor, scales):

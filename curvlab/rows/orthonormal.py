@@ -24,7 +24,6 @@ import torch
 from curvlab_kernels import checks, ops
 from curvlab_kernels.block import gram, orthonormalise_with_
 from curvlab_kernels.checks import STORAGE, WORKING
-from curvlab_kernels.registered import backend
 from torch import Tensor, nn
 
 from curvlab.precision import given_limit, least_share, working
@@ -82,7 +81,7 @@ class Rows:
         self.factor = None if dtype in WORKING else self._gram
         self._lock = threading.RLock()
         self._local, self._one = not self.space.sharded, torch.Size([self.width])
-        self._kernel: Callable[..., Tensor] = backend(self._gram).project_
+        self._kernel: Callable[..., Tensor] = ops.backend(self.device.type).project_
 
     @classmethod
     def of(

@@ -6,6 +6,10 @@ Every back end shares these: ``(m, m)`` or ``(b, b)`` matrices cost nothing besi
 import torch
 from torch import Tensor
 
+# Where a projection leaves less than this share of the squared norm, rounding of what it removed
+# is more than ten roundings of what is left, and it is done once more (Kahan, Parlett).
+INSIDE = 0.01
+
 
 def solve(factor: Tensor | None, right: Tensor) -> Tensor:
     """``G^-1 c`` for ``c`` ``(m,)`` or rows ``(b, m)``; ``factor`` is lower, with ``G = L L'``."""
@@ -14,6 +18,18 @@ def solve(factor: Tensor | None, right: Tensor) -> Tensor:
     if right.dim() == 1:
         return torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1)
     return torch.cholesky_solve(right.T, factor).T.contiguous()
+
+
+def mostly_removed(squares: Tensor, products: Tensor, removed: Tensor) -> bool:
+    """Whether a projection left so little of a vector that it should be done once more.
+
+    Args:
+        squares: ``||g||^2`` before it, ``()`` or ``(b,)``.
+        products: ``M g`` ``(m,)`` or ``(b, m)``, float64.
+        removed: ``G^-1 M g``, of that shape.
+    """
+    left = squares - (products * removed).sum(-1)
+    return bool((left < INSIDE * squares).any())
 
 
 def rank_tolerance(dtype: torch.dtype, m: int) -> float:

@@ -53,28 +53,28 @@ def check_vectors(rows: Tensor, vectors: Tensor) -> None:
             f"{tuple(vectors.shape)}"
         )
     _check_working(rows, vectors, "vectors")
+    if vectors.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "the kernels have no derivative: call them within torch.no_grad(), or pass "
+            "vectors.detach()"
+        )
 
 
 def check_in_place(vectors: Tensor) -> None:
-    """Contiguous memory that autograd does not watch."""
+    """Contiguous memory."""
     if not vectors.is_contiguous():
         raise ValueError(
             f"a vector that changes in place must be contiguous; got strides {vectors.stride()} "
             f"for shape {tuple(vectors.shape)}"
         )
-    if vectors.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "a tensor that requires a gradient cannot change in place: call within "
-            "torch.no_grad(), or use the functional project or project_list"
-        )
 
 
-def check_list(rows: Tensor, tensors: Sequence[Tensor], name: str, in_place: bool) -> None:
+def check_list(rows: Tensor, tensors: Sequence[Tensor], name: str) -> None:
     """Tensors of any shapes that together have at most the rows' length."""
     if not tensors:
         return
     _check_working(rows, tensors[0], f"{name}[0]")
-    dtype, device, watched = tensors[0].dtype, rows.device, in_place and torch.is_grad_enabled()
+    dtype, device, watched = tensors[0].dtype, rows.device, torch.is_grad_enabled()
     total = 0
     for index, tensor in enumerate(tensors):
         if tensor.dtype != dtype:
@@ -113,6 +113,29 @@ def check_orthonormal(rows: Tensor, vectors: Tensor, dimensions: int) -> None:
         )
     if vectors.dim() != dimensions:
         raise ValueError(f"expected {dimensions} dimension(s); got {tuple(vectors.shape)}")
+
+
+def check_mixing(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
+    """``into`` ``(k, n)`` beside ``rows`` of its own float dtype, ``mixing`` ``(k, m)`` float64."""
+    check_basis(rows, None, None)
+    if rows.dtype not in WORKING or into.dtype != rows.dtype:
+        raise TypeError(
+            f"mix_ needs rows and into of one dtype, float32 or float64; got {rows.dtype} and "
+            f"{into.dtype}"
+        )
+    k = mixing.shape[0]
+    if mixing.shape != (k, rows.shape[0]) or mixing.dtype != torch.float64:
+        raise ValueError(
+            f"mixing must be float64 of shape (k, {rows.shape[0]}); got {mixing.dtype}, "
+            f"{tuple(mixing.shape)}"
+        )
+    if into.dim() != 2 or len(into) != k or into.shape[1] > rows.shape[1] or into.stride(1) != 1:
+        raise ValueError(
+            f"into must be ({k}, n) with contiguous rows and n at most {rows.shape[1]}; got "
+            f"{tuple(into.shape)}, strides {into.stride()}"
+        )
+    if not mixing.device == into.device == rows.device:
+        raise ValueError(f"mixing on {mixing.device}, into on {into.device}, rows on {rows.device}")
 
 
 def check_coefficients(rows: Tensor, coefficients: Tensor, lead: torch.Size) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from curvlab_kernels.algebra import solve
+from curvlab_kernels.algebra import mostly_removed, solve
 from curvlab_kernels.block import gram, norm, normalise_, orthonormalise_with_
 from curvlab_kernels.formats import CHUNK, dequantise, expand_scales, padded, quantise
 
@@ -26,6 +26,7 @@ __all__ = [
     "dequantise",
     "gram",
     "lanczos_step_",
+    "mix_",
     "norm",
     "normalise_",
     "orthonormalise_",
@@ -62,9 +63,16 @@ def apply_(
 def project_(
     rows: Tensor, vectors: Tensor, factor: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
-    """``g -= M' G^-1 M g`` in place; returns what was subtracted, ``G^-1 M g``, float64."""
-    removed = solve(factor, coefficients(rows, vectors, scales))
-    apply_(rows, removed, vectors, scales)
+    """``g -= M' G^-1 M g`` in place; returns what was subtracted, ``G^-1 M g``, float64.
+
+    A vector that lies almost inside the span leaves a small rest, and rounding of what was removed
+    is a large part of that: where less than a tenth of the norm is left
+    (``algebra.mostly_removed``) a second pass follows, and its coefficients are added. Not on a
+    GPU: whether to make it would have to be waited for, in every training step.
+    """
+    removed, again = _project_once(rows, vectors, factor, scales)
+    if again:
+        removed = removed + _project_once(rows, vectors, factor, scales)[0]
     return removed
 
 
@@ -107,8 +115,7 @@ def sgd_step_(
         The coefficients removed from ``g + wd p``: shape ``(m,)``, float64.
     """
     step = _flat(gradients).double() + weight_decay * _flat(parameters).double()
-    removed = solve(factor, coefficients(rows, step, scales))
-    apply_(rows, removed, step, scales)
+    removed = project_(rows, step, factor, scales)
     if momenta:
         step += momentum * _flat(momenta).double()
         _scatter(step, momenta)
@@ -128,13 +135,13 @@ def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         normalising ``()``; both float64.
     """
     before = norm(vector)
-    removed = project_(rows, vector)
-    removed += project_(rows, vector)
+    removed, _ = _project_once(rows, vector)
+    removed += _project_once(rows, vector)[0]
     return removed, normalise_(vector, before, rows.shape[0])
 
 
 def lanczos_step_(
-    rows: Tensor, vector: Tensor, previous_beta: float | None = None
+    rows: Tensor, vector: Tensor, previous_beta: float | Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Turn ``w = A v`` into the next Lanczos vector, in place, where ``v`` is the last row.
 
@@ -150,7 +157,8 @@ def lanczos_step_(
             ``previous_beta``.
         vector: ``w``, shape ``(n,)``. On return the next vector, or zeros if the space is
             exhausted (the rank rule of :func:`orthonormalise_`).
-        previous_beta: The last step's ``beta``.
+        previous_beta: The last step's ``beta``, as a number or as it was returned: a GPU then
+            need not be waited for.
 
     Returns:
         ``alpha`` ``()``, ``beta`` ``()`` (0 when exhausted) and every coefficient removed
@@ -158,16 +166,16 @@ def lanczos_step_(
     """
     before = norm(vector)
     if previous_beta is None:
-        removed = project_(rows, vector)
+        removed, _ = _project_once(rows, vector)
     else:
         removed = vector.new_zeros(rows.shape[0], dtype=torch.float64)
         removed[-2] = previous_beta
         apply_(rows[-2:-1], removed[-2:-1], vector)
-        removed[-1:] = project_(rows[-1:], vector)
+        removed[-1:] = _project_once(rows[-1:], vector)[0]
     passed = norm(vector)
-    removed += project_(rows, vector)
+    removed += _project_once(rows, vector)[0]
     if float(norm(vector)) ** 2 < 0.5 * float(passed) ** 2:
-        removed += project_(rows, vector)
+        removed += _project_once(rows, vector)[0]
     beta = normalise_(vector, before, rows.shape[0])
     return removed[-1], beta, removed
 
@@ -182,7 +190,30 @@ def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:
     Returns:
         Which vectors were kept: bool ``(b,)``.
     """
-    return orthonormalise_with_(lambda vectors: project_(rows, vectors), block, rows.shape[0])
+    return orthonormalise_with_(lambda vectors: _project_once(rows, vectors), block, rows.shape[0])
+
+
+def mix_(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
+    """``into = mixing @ rows``, summed in float64 and rounded once; may be in place.
+
+    Args:
+        rows: ``(m, ld)``, float32 or float64.
+        mixing: ``(k, m)`` float64.
+        into: ``(k, n)`` of the rows' dtype; may be the beginning of the first ``k`` rows.
+    """
+    for columns in _chunks(into.shape[1]):
+        into[:, columns] = (mixing @ rows[:, columns].double()).to(into.dtype)
+
+
+def _project_once(
+    rows: Tensor, vectors: Tensor, factor: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, bool]:
+    """One pass: what was removed, and whether so much that another should follow."""
+    squares = norm(vectors).square()
+    products = coefficients(rows, vectors, scales)
+    removed = solve(factor, products)
+    apply_(rows, removed, vectors, scales)
+    return removed, mostly_removed(squares, products, removed)
 
 
 def _chunks(n: int) -> Iterator[slice]:

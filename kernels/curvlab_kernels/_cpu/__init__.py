@@ -1,25 +1,15 @@
-"""The kernels on a CPU: torch for float32 and float64, compiled loops for the narrow dtypes."""
+"""The kernels on a CPU; the same names and signatures as the reference.
 
-from curvlab_kernels._cpu.gram_schmidt import (
-    lanczos_step_,
-    norm,
-    orthonormalise_,
-    orthonormalise_block_,
-)
-from curvlab_kernels._cpu.project import apply_, coefficients, project_, project_list_
-from curvlab_kernels._cpu.sgd import sgd_step_
-from curvlab_kernels.formats import dequantise, quantise
+``path`` decides how a call runs; ``compiled`` has the loops that numba compiles.
+Arguments are trusted: ``ops`` checks them.
+"""
 
-__all__ = [
-    "apply_",
-    "coefficients",
-    "dequantise",
-    "lanczos_step_",
-    "norm",
-    "orthonormalise_",
-    "orthonormalise_block_",
-    "project_",
-    "project_list_",
-    "quantise",
-    "sgd_step_",
-]
+from typing import TYPE_CHECKING, Any
+
+from curvlab_kernels.ops import operations
+
+globals().update(operations("cpu"))
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

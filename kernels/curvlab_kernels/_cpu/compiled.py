@@ -1,18 +1,26 @@
-"""Loops that decode rows as they read them, compiled by numba.
+"""The loops that numba compiles: each goes over columns of stored rows and one vector, in a thread.
 
 Torch converts float16, bfloat16 and int8 rows to float32 in memory first, which costs more than it
-saves; here a row crosses the memory bus once, in its stored width. For float32 rows the loops are
-no faster than torch on an idle machine, but sum in float64 across tiles without a parallel region
-per chunk: on a busy machine every such region waits for its slowest thread.
+saves; here a row crosses the memory bus once, in its stored width, and is decoded on the way. For
+float32 rows the loops are no faster than torch on an idle machine, but sum in float64 across tiles
+without a parallel region per chunk: on a busy machine each of those waits for its slowest thread.
 
 Two things make the loops run at the speed of memory: a slice per row (the compiler then knows that
 the stride is one), and eight rows at a time (as many streams as the processor prefetches, and the
 vector is loaded once for eight products). Where fewer rows are left, the last one stands in for
 the missing: it is in the cache, and what it adds is left out.
 
-The loops release the interpreter lock and are started on column spans by :mod:`.threads`; numba's
-own thread pool is not used, because two Python threads in it at once abort the process.
-Only this file imports numba.
+A loop that threads share takes ``(rows, scales, weights, vector, sums, first, start, stop)``: it
+reads the columns ``first + start`` to ``first + stop`` of the rows, changes ``vector[start:stop]``
+and adds to ``sums``, float64. What a loop has no use for is ``None``. Those called ``..._alone`` do
+a whole operation: for a small model calls cost more than arithmetic. They release the interpreter
+lock and are started by :mod:`.path`; numba's own thread pool is not used, because two Python
+threads in it at once abort the process.
+
+What is ``inlined`` is copied into each loop before anything is compiled, so that a loop is one
+piece of machine code. Were it linked from several, the piece that runs, and with it the order of
+its sums, would depend on what else the process had compiled before. All is in one file because
+numba compiles a cached loop anew only when the file it stands in changes.
 """
 
 import logging
@@ -27,9 +35,14 @@ from numba.extending import intrinsic
 
 TILE = 8192  # columns: the vector's tile stays in the first-level cache while the rows pass by
 BLOCK = 64  # columns that share a scale
+RESIDENT = 1 << 17  # elements of the basis that stay in the second-level cache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
+
+
+def inlined(function: Function) -> Function:
+    return cast(Function, numba.njit(function, inline="always"))
 
 
 def compiled(function: Function) -> Function:
@@ -65,26 +78,39 @@ def _value(_context: Any, code: Any) -> Any:
         wide = builder.shl(wide, ir.Constant(ir.IntType(32), 16))
         return builder.bitcast(wide, ir.FloatType())
 
+    def int8(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.sitofp(arguments[0], ir.FloatType())
+
     def itself(_context: Any, _builder: Any, _signature: Any, arguments: Any) -> Any:
         return arguments[0]
 
-    generate = {types.int16: float16, types.uint16: bfloat16, types.float32: itself}[code]
+    if code == types.float64:
+        return types.float64(code), itself
+    generate = {
+        types.int16: float16,
+        types.uint16: bfloat16,
+        types.int8: int8,
+        types.float32: itself,
+    }[code]
     return types.float32(code), generate
 
 
 value: Any = intrinsic(_value)
 
 
+@inlined
 def _accumulate(
-    rows: Any, vector: Any, total: Any, zero: Any, first: int, start: int, stop: int
+    rows: Any, scales: Any, vector: Any, sums: Any, first: int, start: int, stop: int
 ) -> None:
-    """``total += rows[:, first + start : first + stop] @ vector[start:stop]``.
+    """``sums[:m] += M[:, first + start : first + stop] @ vector[start:stop]``.
 
-    ``zero`` has the dtype of the sums within a tile; those across tiles are float64.
+    ``scales`` is ``None`` where the dtype has none. Sums have the vector's dtype within a tile, or
+    a block that shares a scale, and are float64 across tiles.
     """
     m = rows.shape[0]
     last = m - 1
-    sums = np.zeros(8, np.float64)
+    found = np.zeros(8, np.float64)
+    zero = vector.dtype.type(0)
     for low in range(start, stop, TILE):
         high = min(low + TILE, stop)
         part, left, right = vector[low:high], first + low, first + high
@@ -99,27 +125,69 @@ def _accumulate(
             row7 = rows[min(i + 7, last), left:right]
             sum0, sum1, sum2, sum3 = zero, zero, zero, zero
             sum4, sum5, sum6, sum7 = zero, zero, zero, zero
-            for j in range(part.shape[0]):
-                element = part[j]
-                sum0 += value(row0[j]) * element
-                sum1 += value(row1[j]) * element
-                sum2 += value(row2[j]) * element
-                sum3 += value(row3[j]) * element
-                sum4 += value(row4[j]) * element
-                sum5 += value(row5[j]) * element
-                sum6 += value(row6[j]) * element
-                sum7 += value(row7[j]) * element
-            sums[0], sums[1], sums[2], sums[3] = sum0, sum1, sum2, sum3
-            sums[4], sums[5], sums[6], sums[7] = sum4, sum5, sum6, sum7
+            # A tile is one piece, or, with scales, cut where the basis' blocks of columns end.
+            begin = 0
+            while begin < part.shape[0]:
+                end = part.shape[0]
+                if scales is not None:
+                    end = min(begin + BLOCK - (left + begin) % BLOCK, end)
+                part0, part1, part2, part3 = zero, zero, zero, zero
+                part4, part5, part6, part7 = zero, zero, zero, zero
+                # A slice of each for the block: with an offset in the index it does not vectorise.
+                line = part[begin:end]
+                line0, line1, line2, line3 = (
+                    row0[begin:end],
+                    row1[begin:end],
+                    row2[begin:end],
+                    row3[begin:end],
+                )
+                line4, line5, line6, line7 = (
+                    row4[begin:end],
+                    row5[begin:end],
+                    row6[begin:end],
+                    row7[begin:end],
+                )
+                for j in range(line.shape[0]):
+                    element = line[j]
+                    part0 += value(line0[j]) * element
+                    part1 += value(line1[j]) * element
+                    part2 += value(line2[j]) * element
+                    part3 += value(line3[j]) * element
+                    part4 += value(line4[j]) * element
+                    part5 += value(line5[j]) * element
+                    part6 += value(line6[j]) * element
+                    part7 += value(line7[j]) * element
+                if scales is None:
+                    sum0, sum1, sum2, sum3 = part0, part1, part2, part3
+                    sum4, sum5, sum6, sum7 = part4, part5, part6, part7
+                else:
+                    block = (left + begin) // BLOCK
+                    sum0 += part0 * scales[i, block]
+                    sum1 += part1 * scales[min(i + 1, last), block]
+                    sum2 += part2 * scales[min(i + 2, last), block]
+                    sum3 += part3 * scales[min(i + 3, last), block]
+                    sum4 += part4 * scales[min(i + 4, last), block]
+                    sum5 += part5 * scales[min(i + 5, last), block]
+                    sum6 += part6 * scales[min(i + 6, last), block]
+                    sum7 += part7 * scales[min(i + 7, last), block]
+                begin = end
+            found[0], found[1], found[2], found[3] = sum0, sum1, sum2, sum3
+            found[4], found[5], found[6], found[7] = sum4, sum5, sum6, sum7
             for k in range(min(8, m - i)):
-                total[i + k] += sums[k]
+                sums[i + k] += found[k]
 
 
-def _subtract(rows: Any, weights: Any, vector: Any, first: int, start: int, stop: int) -> None:
-    """``vector[start:stop] -= weights @ rows[:, first + start : first + stop]``."""
+@inlined
+def _subtract(
+    rows: Any, scales: Any, weights: Any, vector: Any, first: int, start: int, stop: int
+) -> None:
+    """``vector[start:stop] -= weights @ M[:, first + start : first + stop]``.
+
+    ``weights`` ``(m,)`` are rounded to the vector's dtype.
+    """
     m = rows.shape[0]
     last = m - 1
-    w = np.zeros(8, weights.dtype)
+    w = np.zeros(8, vector.dtype)
     for low in range(start, stop, TILE):
         high = min(low + TILE, stop)
         part, left, right = vector[low:high], first + low, first + high
@@ -134,165 +202,279 @@ def _subtract(rows: Any, weights: Any, vector: Any, first: int, start: int, stop
             row5 = rows[min(i + 5, last), left:right]
             row6 = rows[min(i + 6, last), left:right]
             row7 = rows[min(i + 7, last), left:right]
-            w0, w1, w2, w3 = w[0], w[1], w[2], w[3]
-            w4, w5, w6, w7 = w[4], w[5], w[6], w[7]
-            for j in range(part.shape[0]):
-                upper = (value(row0[j]) * w0 + value(row1[j]) * w1) + (
-                    value(row2[j]) * w2 + value(row3[j]) * w3
+            begin = 0
+            while begin < part.shape[0]:
+                end = part.shape[0]
+                w0, w1, w2, w3 = w[0], w[1], w[2], w[3]
+                w4, w5, w6, w7 = w[4], w[5], w[6], w[7]
+                if scales is not None:
+                    end = min(begin + BLOCK - (left + begin) % BLOCK, end)
+                    block = (left + begin) // BLOCK
+                    w0 *= scales[i, block]
+                    w1 *= scales[min(i + 1, last), block]
+                    w2 *= scales[min(i + 2, last), block]
+                    w3 *= scales[min(i + 3, last), block]
+                    w4 *= scales[min(i + 4, last), block]
+                    w5 *= scales[min(i + 5, last), block]
+                    w6 *= scales[min(i + 6, last), block]
+                    w7 *= scales[min(i + 7, last), block]
+                # A slice of each for the block: with an offset in the index it does not vectorise.
+                line = part[begin:end]
+                line0, line1, line2, line3 = (
+                    row0[begin:end],
+                    row1[begin:end],
+                    row2[begin:end],
+                    row3[begin:end],
                 )
-                lower = (value(row4[j]) * w4 + value(row5[j]) * w5) + (
-                    value(row6[j]) * w6 + value(row7[j]) * w7
+                line4, line5, line6, line7 = (
+                    row4[begin:end],
+                    row5[begin:end],
+                    row6[begin:end],
+                    row7[begin:end],
                 )
-                part[j] -= upper + lower
+                for j in range(line.shape[0]):
+                    upper = (value(line0[j]) * w0 + value(line1[j]) * w1) + (
+                        value(line2[j]) * w2 + value(line3[j]) * w3
+                    )
+                    lower = (value(line4[j]) * w4 + value(line5[j]) * w5) + (
+                        value(line6[j]) * w6 + value(line7[j]) * w7
+                    )
+                    line[j] -= upper + lower
+                begin = end
 
 
-accumulate = compiled(_accumulate)
-subtract = compiled(_subtract)
-
-
-def _subtract_and_accumulate(
-    rows: Any,
-    weights: Any,
-    vector: Any,
-    total: Any,
-    zero: Any,
-    width: int,
-    start: int,
-    stop: int,
-) -> None:
-    """Both, ``width`` columns after the other: the second finds the rows in the cache."""
-    for low in range(start, stop, width):
-        high = min(low + width, stop)
-        subtract(rows, weights, vector, 0, low, high)
-        accumulate(rows, vector, total, zero, 0, low, high)
-
-
-subtract_and_accumulate = compiled(_subtract_and_accumulate)
-
-
-def _project(rows: Any, vector: Any, removed: Any, zero: Any) -> None:
-    """``vector -= M' M vector``, eight orthonormal rows after the other; ``removed += M vector``.
-
-    Eight short rows stay in the cache between the two products: each is read from memory once.
-    """
-    m, n = rows.shape[0], vector.shape[0]
-    weights = np.zeros(8, vector.dtype)
-    for i in range(0, m, 8):
-        some, found = rows[i : i + 8], removed[i : i + 8]
-        accumulate(some, vector, found, zero, 0, 0, n)
-        for k in range(found.shape[0]):
-            weights[k] = found[k]
-        subtract(some, weights, vector, 0, 0, n)
-
-
-project = compiled(_project)
-
-
-def _squares(vector: Any, total: Any, start: int, stop: int) -> None:
-    """``total[0] += sum(vector[start:stop] ** 2)``, every product and sum in float64."""
+@inlined
+def _square(vector: Any, start: int, stop: int) -> Any:
+    """The sum of squares of ``vector[start:stop]``, every product and sum in float64."""
     part = vector[start:stop]
     found = 0.0
     for j in range(part.shape[0]):
         element = np.float64(part[j])
         found += element * element
-    total[0] += found
+    return found
 
 
-squares = compiled(_squares)
+@inlined
+def _add_tile_square(vector: Any, sums: Any, at: int, start: int, stop: int) -> None:
+    """``sums[at] +=`` the sum of squares, within a tile in the vector's dtype."""
+    for low in range(start, stop, TILE):
+        part = vector[low : min(low + TILE, stop)]
+        found = vector.dtype.type(0)
+        for j in range(part.shape[0]):
+            found += part[j] * part[j]
+        sums[at] += found
 
 
-def _subtract_and_square(
-    rows: Any, weights: Any, vector: Any, total: Any, start: int, stop: int
+@compiled
+def accumulate(
+    rows: Any, scales: Any, _w: Any, vector: Any, sums: Any, first: int, start: int, stop: int
 ) -> None:
-    """``vector -= weights @ rows``, then ``total[0] += ||vector||^2``, a tile after the other."""
+    """``sums[:m] += M g``, ``sums[m] += ||g||^2``."""
+    _accumulate(rows, scales, vector, sums, first, start, stop)
+    _add_tile_square(vector, sums, rows.shape[0], start, stop)
+
+
+@compiled
+def subtract(
+    rows: Any, scales: Any, weights: Any, vector: Any, _s: Any, first: int, start: int, stop: int
+) -> None:
+    """``g -= M' c``."""
+    _subtract(rows, scales, weights, vector, first, start, stop)
+
+
+@compiled
+def subtract_and_accumulate(
+    rows: Any, scales: Any, weights: Any, vector: Any, sums: Any, first: int, start: int, stop: int
+) -> None:
+    """``g -= M' c``, then ``sums[:m] += M g``: the second finds the rows in the cache."""
+    width = max(RESIDENT // rows.shape[0], 1024)
+    for low in range(start, stop, width):
+        high = min(low + width, stop)
+        _subtract(rows, scales, weights, vector, first, low, high)
+        _accumulate(rows, scales, vector, sums, first, low, high)
+
+
+@compiled
+def subtract_and_square(
+    rows: Any, scales: Any, weights: Any, vector: Any, sums: Any, first: int, start: int, stop: int
+) -> None:
+    """``g -= M' c``, then ``sums[0] += ||g||^2``, a tile after the other."""
     for low in range(start, stop, TILE):
         high = min(low + TILE, stop)
-        subtract(rows, weights, vector, 0, low, high)
-        squares(vector, total, low, high)
+        _subtract(rows, scales, weights, vector, first, low, high)
+        sums[0] += _square(vector, low, high)
 
 
-subtract_and_square = compiled(_subtract_and_square)
+@compiled
+def squares(
+    _r: Any, _c: Any, _w: Any, vector: Any, sums: Any, _f: int, start: int, stop: int
+) -> None:
+    """``sums[0] += ||g||^2``."""
+    sums[0] += _square(vector, start, stop)
 
 
-def _recurrence(last: Any, vector: Any, total: Any, start: int, stop: int) -> None:
-    """``total += (||vector||^2, last . vector)``, every product and sum in float64."""
-    part, other = vector[start:stop], last[start:stop]
+@compiled
+def scale(
+    _r: Any, _c: Any, weights: Any, vector: Any, _s: Any, _f: int, start: int, stop: int
+) -> None:
+    """``g *= weights[0]``, float64 and not rounded to the vector's dtype before."""
+    part = vector[start:stop]
+    factor = weights[0]
+    for j in range(part.shape[0]):
+        part[j] = np.float64(part[j]) * factor
+
+
+@inlined
+def _along(rows: Any, vector: Any, sums: Any, start: int, stop: int) -> None:
+    part, other = vector[start:stop], rows[rows.shape[0] - 1, start:stop]
     square, along = 0.0, 0.0
     for j in range(part.shape[0]):
         element = np.float64(part[j])
         square += element * element
         along += np.float64(other[j]) * element
-    total[0] += square
-    total[1] += along
+    sums[0] += square
+    sums[1] += along
 
 
-recurrence = compiled(_recurrence)
-
-
-def _recur_and_accumulate(
-    rows: Any,
-    beta: Any,
-    alpha: Any,
-    vector: Any,
-    total: Any,
-    zero: Any,
-    start: int,
-    stop: int,
+@compiled
+def along_last(
+    rows: Any, _c: Any, _w: Any, vector: Any, sums: Any, _f: int, start: int, stop: int
 ) -> None:
-    """``vector -= beta rows[-2] + alpha rows[-1]``, its products with all rows, and its square.
+    """``sums += (||g||^2, rows[-1] . g)``, every product and sum in float64."""
+    _along(rows, vector, sums, start, stop)
 
-    ``total`` has ``m + 1`` elements, the last for the square; ``beta`` and ``alpha`` have the
-    vector's dtype. A tile after the other, so that the products find the vector in the cache.
-    """
+
+@inlined
+def _recur(rows: Any, weights: Any, vector: Any, sums: Any, start: int, stop: int) -> None:
     m = rows.shape[0]
-    sums, square = total[:m], total[m:]
+    beta, alpha = weights[0], weights[1]
     for low in range(start, stop, TILE):
         high = min(low + TILE, stop)
         part, one, other = vector[low:high], rows[m - 2, low:high], rows[m - 1, low:high]
         for j in range(part.shape[0]):
             part[j] -= beta * one[j] + alpha * other[j]
-        squares(vector, square, low, high)
-        accumulate(rows, vector, sums, zero, 0, low, high)
+        sums[m] += _square(vector, low, high)
+        _accumulate(rows, None, vector, sums, 0, low, high)
 
 
-recur_and_accumulate = compiled(_recur_and_accumulate)
-
-
-def _scale(vector: Any, factor: float, start: int, stop: int) -> None:
-    """``vector *= factor``, the factor not rounded to the vector's dtype before."""
-    part = vector[start:stop]
-    for j in range(part.shape[0]):
-        part[j] = np.float64(part[j]) * factor
-
-
-scale = compiled(_scale)
-
-
-def _lanczos_step(
-    rows: Any, beta: Any, vector: Any, weights: Any, total: Any, tolerance: float, zero: Any
+@compiled
+def recur_and_accumulate(
+    rows: Any, _c: Any, weights: Any, vector: Any, sums: Any, _f: int, start: int, stop: int
 ) -> None:
+    """``g -= beta rows[-2] + alpha rows[-1]``, then ``sums += (M g, ||g||^2)``.
+
+    ``weights`` are beta and alpha in the vector's dtype. A tile after the other, so that the
+    products find the vector in the cache.
+    """
+    _recur(rows, weights, vector, sums, start, stop)
+
+
+@compiled
+def lanczos_step_alone(rows: Any, weights: Any, vector: Any, sums: Any, tolerance: float) -> None:
     """A whole step on one thread: the recurrence, the second pass, the norm.
 
     The vector is left as it is, and not normalised, where the second pass took much of it or left
     no more than ``tolerance`` of what it was before the first: such a step takes more care.
 
-    ``weights`` ``(m,)`` has the vector's dtype. ``total`` ``(m + 5,)`` gets the second pass's
-    coefficients, then ``||vector||^2`` after the recurrence, that before it, the last row's
-    coefficient, ``||vector||^2`` at the end, and 1 if the vector was normalised.
+    ``weights`` ``(2,)`` are beta and room for alpha, in the vector's dtype. ``sums`` ``(m + 5,)``
+    gets the second pass's coefficients, then ``||vector||^2`` after the recurrence, that before
+    it, the last row's coefficient, ``||vector||^2`` at the end, and 1 if the vector was normalised.
     """
     m, n = rows.shape[0], vector.shape[0]
-    recurrence(rows[m - 1], vector, total[m + 1 :], 0, n)
-    weights[0] = total[m + 2]
-    alpha = weights[0]  # rounded to the vector's dtype
-    total[m + 2] = alpha
-    recur_and_accumulate(rows, beta, alpha, vector, total[: m + 1], zero, 0, n)
-    for k in range(m):
-        weights[k] = total[k]
-    subtract_and_square(rows, weights, vector, total[m + 3 :], 0, n)
-    passed, before, after = total[m], total[m + 1], total[m + 3]
+    _along(rows, vector, sums[m + 1 :], 0, n)
+    weights[1] = sums[m + 2]
+    sums[m + 2] = weights[1]  # as the vector's dtype has it
+    _recur(rows, weights, vector, sums, 0, n)
+    _subtract(rows, None, sums, vector, 0, 0, n)
+    sums[m + 3] = _square(vector, 0, n)
+    passed, before, after = sums[m], sums[m + 1], sums[m + 3]
     if after >= 0.5 * passed and after > tolerance * tolerance * before:
-        scale(vector, 1.0 / np.sqrt(after), 0, n)
-        total[m + 4] = 1.0
+        factor = 1.0 / np.sqrt(after)
+        for j in range(n):
+            vector[j] = np.float64(vector[j]) * factor
+        sums[m + 4] = 1.0
 
 
-lanczos_step = compiled(_lanczos_step)
+@inlined
+def _solve(factor: Any, found: Any) -> None:
+    """``found = G^-1 found`` with the lower Cholesky factor of G."""
+    m = found.shape[0]
+    for i in range(m):
+        rest = found[i]
+        for k in range(i):
+            rest -= factor[i, k] * found[k]
+        found[i] = rest / factor[i, i]
+    for back in range(m):
+        i = m - 1 - back
+        rest = found[i]
+        for k in range(i + 1, m):
+            rest -= factor[k, i] * found[k]
+        found[i] = rest / factor[i, i]
+
+
+@inlined
+def _project(
+    rows: Any, scales: Any, factor: Any, vector: Any, removed: Any, at_once: int, inside: float
+) -> None:
+    m, n = rows.shape[0], vector.shape[0]
+    # Again where little of the vector is left: rounding then has a large share of it.
+    for _ in range(2):
+        found = np.zeros(m + 1)
+        _add_tile_square(vector, found, m, 0, n)
+        left = found[m]
+        for i in range(0, m, at_once):
+            j = min(i + at_once, m)
+            some, part = rows[i:j], found[i:j]
+            shares = None if scales is None else scales[i:j]
+            _accumulate(some, shares, vector, part, 0, 0, n)
+            products = part.copy()
+            if factor.shape[0]:
+                _solve(factor, part)
+            _subtract(some, shares, part, vector, 0, 0, n)
+            for k in range(j - i):
+                removed[i + k] += part[k]
+                left -= products[k] * part[k]
+        if left >= inside * found[m]:
+            break
+
+
+@compiled
+def project_alone(
+    rows: Any, scales: Any, factor: Any, vector: Any, removed: Any, at_once: int, inside: float
+) -> None:
+    """``g -= M' G^-1 M g``; ``removed += G^-1 M g``, float64.
+
+    ``factor`` is ``(0, 0)`` for orthonormal rows. Those may be taken some ``at_once``: few short
+    rows stay in the cache between the two products, and each is read from memory once. Where less
+    than the share ``inside`` of the squared norm is left, all is done once more.
+    """
+    _project(rows, scales, factor, vector, removed, at_once, inside)
+
+
+@compiled
+def sgd_step_alone(
+    rows: Any,
+    scales: Any,
+    factor: Any,
+    parameters: Any,
+    gradients: Any,
+    momenta: Any,
+    hyper: Any,
+    removed: Any,
+    at_once: int,
+    inside: float,
+) -> None:
+    """``d = P(g + wd p)``, ``buf = momentum buf + d``, ``p -= lr buf``; all ``(n,)`` of one dtype.
+
+    ``hyper`` are lr, weight decay and momentum; ``momenta`` may be empty.
+    """
+    kind = gradients.dtype.type
+    lr, weight_decay, momentum = kind(hyper[0]), kind(hyper[1]), kind(hyper[2])
+    step = np.empty_like(gradients)
+    for j in range(step.shape[0]):
+        step[j] = gradients[j] + weight_decay * parameters[j]
+    _project(rows, scales, factor, step, removed, at_once, inside)
+    for j in range(momenta.shape[0]):
+        step[j] = momenta[j] = momentum * momenta[j] + step[j]
+    for j in range(step.shape[0]):
+        parameters[j] -= lr * step[j]

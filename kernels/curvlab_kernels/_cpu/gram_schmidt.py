@@ -1,110 +1,135 @@
-"""Gram-Schmidt on a CPU: the basis is read three times for two passes over one vector.
+"""Gram-Schmidt on a CPU: three reads of the basis for one vector instead of four.
 
-The second reading serves both passes: a chunk of columns is small enough to stay in the cache
+The middle read does two things: a range of columns small enough for the cache stays in the cache
 while the first pass is subtracted from it and the coefficients of the second are summed. A Lanczos
 step reads the basis twice: its first pass is the three-term recurrence. Norms are taken on the way.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from curvlab_kernels import block
-from curvlab_kernels._cpu import loops
-from curvlab_kernels._cpu.products import subtract, subtract_and_accumulate
-from curvlab_kernels._cpu.project import coefficients, project_
+from curvlab_kernels._cpu.path import arrays, choose, spread
+from curvlab_kernels._cpu.products import coefficients, project_once_, subtract
 from curvlab_kernels.algebra import rank_tolerance
 from curvlab_kernels.block import orthonormalise_with_
 
-__all__ = ["lanczos_step_", "norm", "orthonormalise_", "orthonormalise_block_"]
+NOTHING = (None, None)  # no rows
 
 
 def norm(vector: Tensor) -> Tensor:
     """See :func:`curvlab_kernels.block.norm`; torch's own float64 sum is 15 times slower."""
-    fast = loops.choose_vector(vector)
-    return block.norm(vector) if fast is None else loops.squares(fast, vector).sqrt()
+    loops = choose(vector[:1], vector).loops if vector.dim() == 1 else None
+    if loops is None:
+        return block.norm(vector)
+    return spread(loops.squares, NOTHING, None, [(0, vector)], 1)[0].sqrt()
 
 
 def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`curvlab_kernels.reference.orthonormalise_`."""
     before = norm(vector)
-    removed = coefficients(rows, vector)
-    again = subtract_and_accumulate(rows, removed, vector)
-    after = _subtract(rows, again, vector)
+    removed, again, _, after = _two_passes(rows, vector)
     return removed + again, _normalise_(vector, before, after, rows.shape[0])
 
 
 def lanczos_step_(
-    rows: Tensor, vector: Tensor, previous_beta: float | None = None
+    rows: Tensor, vector: Tensor, previous_beta: float | Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`curvlab_kernels.reference.lanczos_step_`."""
+    m = rows.shape[0]
     if previous_beta is None:
         before = norm(vector)
-        removed = coefficients(rows, vector)
-        again = subtract_and_accumulate(rows, removed, vector)
-        passed = norm(vector)
-        after = _subtract(rows, again, vector)
+        removed, again, passed, after = _two_passes(rows, vector)
     else:
-        removed = vector.new_zeros(rows.shape[0], dtype=torch.float64)
         # As the vector's dtype has it: what rounding leaves is the second pass's to find.
-        removed[-2] = torch.tensor(previous_beta, dtype=vector.dtype)
-        beta, alone = float(removed[-2]), loops.choose_alone(rows, vector)
-        if alone is not None:
-            tolerance = rank_tolerance(vector.dtype, rows.shape[0])
-            again, *norms, done = loops.lanczos_step(alone, rows, beta, vector, tolerance)
-            passed, before, removed[-1], after = torch.tensor(norms, dtype=torch.float64)
-            if done:
-                removed += again
-                return removed[-1], after, removed
+        weights = np.array([float(previous_beta), 0.0], dtype=arrays(vector)[0].dtype)
+        removed = torch.zeros(m, dtype=torch.float64)
+        path = choose(rows, vector)
+        if path.alone is not None:
+            sums = np.zeros(m + 5)
+            tolerance = rank_tolerance(vector.dtype, m)
+            path.alone.lanczos_step_alone(
+                arrays(rows)[0], weights, vector.detach().numpy(), sums, tolerance
+            )
+            again, (squared, came, _, left, done) = torch.from_numpy(sums[:m]), sums[m:]
+            passed, before, after = (torch.tensor(x).sqrt() for x in (squared, came, left))
         else:
-            before, removed[-1], again, passed = _recurrence(rows, beta, vector)
-            after = _subtract(rows, again, vector)
+            before, again, passed = _recurrence(rows, weights, vector)
+            after, done = _subtract(rows, again, vector), 0.0
+        removed[-2:] = torch.from_numpy(weights)
+        if done:
+            removed += again
+            return removed[-1], after, removed
     removed += again
     if float(after) ** 2 < 0.5 * float(passed) ** 2:
-        removed += project_(rows, vector)
+        removed += project_once_(rows, [(0, vector)], None, None)[0]
         after = norm(vector)
-    beta_next = _normalise_(vector, before, after, rows.shape[0])
-    return removed[-1], beta_next, removed
+    beta = _normalise_(vector, before, after, m)
+    return removed[-1], beta, removed
 
 
 def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:
     """See :func:`curvlab_kernels.reference.orthonormalise_block_`."""
-    return orthonormalise_with_(lambda vectors: project_(rows, vectors), block, rows.shape[0])
+    return orthonormalise_with_(
+        lambda vectors: project_once_(rows, [(0, vectors)], None, None), block, rows.shape[0]
+    )
 
 
-def _recurrence(rows: Tensor, beta: float, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _two_passes(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both passes' coefficients, the norm between them and the one at the end."""
+    first = coefficients(rows, vector)
+    loops = choose(rows, vector).loops
+    if loops is None:
+        subtract(rows, None, first, [(0, vector)])
+        second = coefficients(rows, vector)
+    else:
+        second = spread(
+            loops.subtract_and_accumulate, arrays(rows), first.numpy(), [(0, vector)], len(first)
+        )
+    passed = norm(vector)
+    return first, second, passed, _subtract(rows, second, vector)
+
+
+def _recurrence(rows: Tensor, weights: np.ndarray, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Remove the last two rows: the first pass, and what the second needs.
 
+    ``weights`` are the coefficient of the last row but one and room for the last one's.
+
     Returns:
-        The norm before, the last row's coefficient, all rows' coefficients after, the norm after.
+        The norm before, all rows' coefficients after, the norm after.
     """
-    fast = loops.choose(rows, [(0, vector)])
-    if fast is None:
+    loops, whole = choose(rows, vector).loops, [(0, vector)]
+    if loops is None:
         before = norm(vector)
-        subtract(rows[-2:-1], None, torch.tensor([beta], dtype=torch.float64), [(0, vector)])
-        along = project_(rows[-1:], vector)[0]
-        return before, along, coefficients(rows, vector), norm(vector)
+        subtract(rows[-2:-1], None, torch.from_numpy(weights[:1]).double(), whole)
+        weights[1] = float(project_once_(rows[-1:], whole, None, None)[0])
+        return before, coefficients(rows, vector), norm(vector)
     # The rows are orthogonal to rounding, and the second pass sees what that leaves: the last
     # row's coefficient may be taken before the other is removed, which saves writing the vector.
-    square, along = loops.recurrence(fast, rows[-1], vector)
-    along = along.to(vector.dtype).double()
-    found = loops.recur_and_accumulate(fast, rows, beta, float(along), vector)
-    return square.sqrt(), along, found[:-1], found[-1].sqrt()
+    square, along = spread(loops.along_last, arrays(rows[-1:]), None, whole, 2)
+    weights[1] = float(along)
+    found = spread(loops.recur_and_accumulate, arrays(rows), weights, whole, len(rows) + 1)
+    return square.sqrt(), found[:-1], found[-1].sqrt()
 
 
 def _subtract(rows: Tensor, weights: Tensor, vector: Tensor) -> Tensor:
     """``g -= M' c`` in place; the norm after it."""
-    fast = loops.choose(rows, [(0, vector)]) if rows.shape[0] else None
-    if fast is None:
+    loops = choose(rows, vector).loops
+    if loops is None:
         subtract(rows, None, weights, [(0, vector)])
         return norm(vector)
-    return loops.subtract_and_square(fast, rows, weights.to(vector.dtype), vector).sqrt()
+    return spread(loops.subtract_and_square, arrays(rows), weights.numpy(), [(0, vector)], 1)[
+        0
+    ].sqrt()
 
 
 def _normalise_(vector: Tensor, before: Tensor, after: Tensor, m: int) -> Tensor:
-    fast = loops.choose_vector(vector)
     length = block.length_after(before, after, m, vector.dtype)
-    if fast is None:
+    loops = choose(vector[:1], vector).loops
+    if loops is None:
         block.scale_(vector, length)
     else:
-        loops.scale(fast, vector, 1.0 / float(length) if float(length) != 0.0 else 0.0)
+        factor = np.array([1.0 / float(length) if float(length) != 0.0 else 0.0])
+        spread(loops.scale, NOTHING, factor, [(0, vector)])
     return length

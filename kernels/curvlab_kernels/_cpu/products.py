@@ -1,60 +1,143 @@
-"""The two products everything is made of, on any columns of a stored basis.
+"""``M g``, ``g -= M' c`` and the projection, for a vector, a block, or a list of tensors.
 
-``accumulate``: ``total += M g``; ``subtract``: ``g -= M' c``; for a vector or a block given as
-pieces, each with the column at which it begins. Three ways: compiled loops for one vector, if numba
-is there; torch as it is when rows and vectors share a dtype; otherwise torch, converting a chunk of
-columns at a time. Sums run in the vectors' dtype within a tile (8k columns) and in float64 across
-tiles.
+Sums run in the vectors' dtype within a tile (8k columns) and in float64 across tiles.
 """
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from curvlab_kernels._cpu import loops
-from curvlab_kernels._cpu.loops import RESIDENT, Piece
-from curvlab_kernels.formats import BLOCK, expand_scales
+from curvlab_kernels._cpu.lists import flat, gathered, groups, scatter
+from curvlab_kernels._cpu.path import Piece, arrays, choose, length, spread
+from curvlab_kernels.algebra import INSIDE, mostly_removed, solve
+from curvlab_kernels.formats import BLOCK, CHUNK, expand_scales
 
 SUMMED = 1 << 13  # columns that torch sums in the rows' dtype: not all libraries sum in pairs
 CONVERTED = 1 << 18  # elements converted at a time: one megabyte of float32 stays in the cache
+NO_FACTOR = np.zeros((0, 0))
 
 
-def accumulate(rows: Tensor, scales: Tensor | None, pieces: Sequence[Piece], total: Tensor) -> None:
-    """``total += M g``; ``total`` float64, ``(m,)`` or ``(b, m)``."""
-    pieces = _present(rows, pieces)
-    if not pieces:
-        return
-    fast = loops.choose(rows, pieces)
-    if fast is not None:
-        loops.accumulate(fast, rows, scales, pieces, total)
-        return
+def coefficients(rows: Tensor, vectors: Tensor, scales: Tensor | None = None) -> Tensor:
+    """See :func:`curvlab_kernels.reference.coefficients`."""
+    return _accumulate(rows, scales, [(0, vectors)])[..., :-1]
+
+
+def apply_(
+    rows: Tensor, coefficients: Tensor, vectors: Tensor, scales: Tensor | None = None
+) -> None:
+    """See :func:`curvlab_kernels.reference.apply_`."""
+    subtract(rows, scales, coefficients, [(0, vectors)])
+
+
+def project_(
+    rows: Tensor, vectors: Tensor, factor: Tensor | None = None, scales: Tensor | None = None
+) -> Tensor:
+    """See :func:`curvlab_kernels.reference.project_`."""
+    path = choose(rows, vectors)
+    if path.alone is None:
+        return project_pieces_(rows, [(0, vectors)], factor, scales)
+    removed = np.zeros(rows.shape[0])
+    path.alone.project_alone(
+        *arrays(rows, scales),
+        NO_FACTOR if factor is None else factor.contiguous().numpy(),
+        vectors.detach().numpy(),
+        removed,
+        path.at_once if factor is None else len(removed),
+        INSIDE,
+    )
+    return torch.from_numpy(removed)
+
+
+def project_pieces_(
+    rows: Tensor, pieces: Sequence[Piece], factor: Tensor | None, scales: Tensor | None
+) -> Tensor:
+    """:func:`project_` of a vector that is given as pieces, each with its first column."""
+    removed, again = project_once_(rows, pieces, factor, scales)
+    if again:
+        removed = removed + project_once_(rows, pieces, factor, scales)[0]
+    return removed
+
+
+def project_once_(
+    rows: Tensor, pieces: Sequence[Piece], factor: Tensor | None, scales: Tensor | None
+) -> tuple[Tensor, bool]:
+    """One pass: what was removed, and whether so much that another should follow."""
+    found = _accumulate(rows, scales, pieces)
+    products, squares = found[..., :-1], found[..., -1]
+    removed = solve(factor, products)
+    subtract(rows, scales, removed, pieces)
+    return removed, mostly_removed(squares, products, removed)
+
+
+def mix_(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
+    """See :func:`curvlab_kernels.reference.mix_`."""
+    (k, m), n = mixing.shape, into.shape[1]
+    width = min(max(CONVERTED // max(m, 1), 1024), n)
+    # Allocated once: new memory for every chunk costs more than the arithmetic.
+    wide, mixed = mixing.new_empty(m * width), mixing.new_empty(k * width)
+    for start in range(0, n, max(width, 1)):
+        columns = slice(start, min(start + width, n))
+        count = columns.stop - start
+        given, found = wide[: m * count].view(m, count), mixed[: k * count].view(k, count)
+        given.copy_(rows[:, columns])
+        torch.mm(mixing, given, out=found)
+        into[:, columns].copy_(found)
+
+
+def project_list_(
+    rows: Tensor,
+    tensors: Sequence[Tensor],
+    factor: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """See :func:`curvlab_kernels.reference.project_list_`."""
+    if sum([tensor.numel() for tensor in tensors]) <= CHUNK:
+        vector = gathered(tensors, rows)
+        removed = project_(rows, vector, factor, scales)
+        scatter(vector, tensors)
+        return removed
+    plan = groups(tensors)
+    pieces = [(group.first, flat(group, tensors)) for group in plan]
+    removed = project_pieces_(rows, pieces, factor, scales)
+    for group, (_, piece) in zip(plan, pieces, strict=True):
+        scatter(piece, tensors[group.members])
+    return removed
+
+
+def _accumulate(rows: Tensor, scales: Tensor | None, pieces: Sequence[Piece]) -> Tensor:
+    """``M g`` and then ``||g||^2``: ``(m + 1,)`` or ``(b, m + 1)``, float64."""
+    example, m = pieces[0][1], rows.shape[0]
+    path = choose(rows, example, length(pieces))
+    if path.loops is not None:
+        return spread(path.loops.accumulate, arrays(rows, scales), None, pieces, m + 1)
+    total = example.new_zeros((*example.shape[:-1], m + 1), dtype=torch.float64)
     for first, vectors in pieces:
+        total[..., -1] += torch.linalg.vector_norm(vectors, dim=-1).double().square()
         if rows.dtype != vectors.dtype:
             for columns, where in _converted(rows, scales, first, vectors):
-                total += vectors[..., where] @ columns.T
+                total[..., :-1] += vectors[..., where] @ columns.T
             continue
         columns = rows[:, first : first + vectors.shape[-1]]
         if vectors.shape[-1] <= SUMMED:
-            total += vectors @ columns.T
+            total[..., :-1] += vectors @ columns.T
         else:
             chunks = torch.split(columns, SUMMED, 1), torch.split(vectors, SUMMED, -1)
             parts = [vector @ part.T for part, vector in zip(*chunks, strict=True)]
-            total += torch.stack(parts).sum(0, dtype=torch.float64)
+            total[..., :-1] += torch.stack(parts).sum(0, dtype=torch.float64)
+    return total
 
 
 def subtract(
     rows: Tensor, scales: Tensor | None, coefficients: Tensor, pieces: Sequence[Piece]
 ) -> None:
-    """``g -= M' c`` in place; ``coefficients`` ``(m,)`` or ``(b, m)``."""
-    pieces = _present(rows, pieces)
-    if not pieces:
+    """``g -= M' c`` in place; ``coefficients`` ``(m,)`` or ``(b, m)``, float64."""
+    path = choose(rows, pieces[0][1], length(pieces))
+    if path.loops is not None:
+        spread(path.loops.subtract, arrays(rows, scales), coefficients.numpy(), pieces)
         return
     weights = coefficients.to(pieces[0][1].dtype)
-    fast = loops.choose(rows, pieces)
-    if fast is not None:
-        loops.subtract(fast, rows, scales, weights, pieces)
-        return
     for first, vectors in pieces:
         if rows.dtype != vectors.dtype:
             for columns, where in _converted(rows, scales, first, vectors):
@@ -67,40 +150,12 @@ def subtract(
             vectors.addmm_(weights, columns, alpha=-1)
 
 
-def subtract_and_accumulate(rows: Tensor, coefficients: Tensor, vector: Tensor) -> Tensor:
-    """``g -= M' c`` and then ``M g``, in one reading of rows of the vector's dtype.
-
-    A range of columns is small enough to stay in the cache between the two.
-    """
-    total = torch.zeros_like(coefficients)
-    if not _present(rows, [(0, vector)]):
-        return total
-    fast = loops.choose(rows, [(0, vector)])
-    if fast is not None:
-        weights = coefficients.to(vector.dtype)
-        loops.subtract_and_accumulate(fast, rows, weights, vector, total)
-        return total
-    width = max(RESIDENT // rows.shape[0], 1024)
-    for first in range(0, vector.shape[0], width):
-        piece = [(first, vector[first : first + width])]
-        subtract(rows, None, coefficients, piece)
-        accumulate(rows, None, piece, total)
-    return total
-
-
-def _present(rows: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces that are not empty; none if there are no rows."""
-    if rows.shape[0] == 0:
-        return []
-    return [piece for piece in pieces if piece[1].numel()]
-
-
 def _converted(
     rows: Tensor, scales: Tensor | None, first: int, vectors: Tensor
 ) -> Iterator[tuple[Tensor, slice]]:
     """Values of the rows in the vectors' dtype, a chunk of columns at a time, and which."""
-    n = vectors.shape[-1]
-    width = min(max(CONVERTED // rows.shape[0] // BLOCK, 1) * BLOCK, SUMMED)
+    m, n = rows.shape[0], vectors.shape[-1]
+    width = min(max(CONVERTED // max(m, 1) // BLOCK, 1) * BLOCK, SUMMED)
     for start in range(0, n, width):
         where = slice(start, min(start + width, n))
         columns = slice(first + where.start, first + where.stop)

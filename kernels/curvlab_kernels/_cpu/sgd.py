@@ -1,15 +1,16 @@
-"""The projected SGD step on a CPU: the basis is read twice, everything else stays in the cache."""
+"""The projected SGD step on a CPU."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from curvlab_kernels._cpu.products import accumulate, subtract
-from curvlab_kernels._cpu.project import flat, groups, scatter
-from curvlab_kernels.algebra import solve
-
-PIECE = 1 << 20  # elements: four megabytes of float32 stay in the last cache
+from curvlab_kernels._cpu.lists import flat, gathered, groups, scatter
+from curvlab_kernels._cpu.path import arrays, choose
+from curvlab_kernels._cpu.products import NO_FACTOR, project_pieces_
+from curvlab_kernels.algebra import INSIDE
+from curvlab_kernels.formats import CHUNK
 
 
 def sgd_step_(
@@ -24,25 +25,41 @@ def sgd_step_(
     scales: Tensor | None = None,
 ) -> Tensor:
     """See :func:`curvlab_kernels.reference.sgd_step_`."""
-    plan = groups(parameters, gradients, momenta) if momenta else groups(parameters, gradients)
-    pieces = [(group, flat(group, parameters), flat(group, gradients)) for group in plan]
-    total = rows.new_zeros(rows.shape[0], dtype=torch.float64)
-    for group, weight, slope in pieces:
-        for start in range(0, weight.shape[0], PIECE):
-            where = slice(start, start + PIECE)
-            step = torch.add(slope[where], weight[where], alpha=weight_decay)
-            accumulate(rows, scales, [(group.first + start, step)], total)
-    removed = solve(factor, total)
-    for group, weight, slope in pieces:
-        buffer = flat(group, momenta) if momenta else None
-        for start in range(0, weight.shape[0], PIECE):
-            where = slice(start, start + PIECE)
-            step = torch.add(slope[where], weight[where], alpha=weight_decay)
-            subtract(rows, scales, removed, [(group.first + start, step)])
-            if buffer is not None:
-                step = buffer[where].mul_(momentum).add_(step)
-            weight[where].sub_(step, alpha=lr)
-        scatter(group, weight, parameters)
-        if buffer is not None:
-            scatter(group, buffer, momenta)
-    return removed
+    if sum([tensor.numel() for tensor in parameters]) <= CHUNK:
+        weight, slope = gathered(parameters, rows), gathered(gradients, rows)
+        path = choose(rows, slope)
+        if path.alone is not None:
+            buffer = gathered(momenta, rows) if momenta else slope[:0]
+            removed = np.zeros(rows.shape[0])
+            path.alone.sgd_step_alone(
+                *arrays(rows, scales),
+                NO_FACTOR if factor is None else factor.contiguous().numpy(),
+                weight.detach().numpy(),
+                slope.detach().numpy(),
+                buffer.detach().numpy(),
+                (lr, weight_decay, momentum),
+                removed,
+                path.at_once if factor is None else len(removed),
+                INSIDE,
+            )
+            scatter(weight, parameters)
+            if momenta:
+                scatter(buffer, momenta)
+            return torch.from_numpy(removed)
+    lists = (parameters, gradients, momenta) if momenta else (parameters, gradients)
+    plan = groups(*lists)
+    weights = [flat(group, parameters) for group in plan]
+    steps = [
+        torch.add(flat(group, gradients), weight, alpha=weight_decay)
+        for group, weight in zip(plan, weights, strict=True)
+    ]
+    pieces = [(group.first, step) for group, step in zip(plan, steps, strict=True)]
+    removed_ = project_pieces_(rows, pieces, factor, scales)
+    for group, weight, step in zip(plan, weights, steps, strict=True):
+        moved = step
+        if momenta:
+            moved = flat(group, momenta).mul_(momentum).add_(step)
+            scatter(moved, momenta[group.members])
+        weight.sub_(moved, alpha=lr)
+        scatter(weight, parameters[group.members])
+    return removed_

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 ENOUGH = 1 << 23  # products below which waking a second thread costs more than it brings
 ALIGNMENT = 8192  # spans end where tiles do, so that tiles are the same for any number of threads
 
@@ -18,9 +16,8 @@ _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
-def spans(columns: int, rows: int) -> list[tuple[int, int]]:
+def spans(columns: int, rows: int, threads: int) -> list[tuple[int, int]]:
     """Cut ``columns`` into one span per thread; a single span when the work is small."""
-    threads = torch.get_num_threads()
     if threads == 1 or columns * rows < ENOUGH:
         return [(0, columns)]
     width = -(-columns // (threads * ALIGNMENT)) * ALIGNMENT

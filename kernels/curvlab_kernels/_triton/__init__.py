@@ -7,30 +7,16 @@ what they share: ``tiles`` (loads and shapes), ``combination`` (a tile of ``M' c
 Arguments are trusted: ``ops`` checks them.
 """
 
-from curvlab_kernels._triton.apply import apply_
-from curvlab_kernels._triton.block import gram, orthonormalise_block_
-from curvlab_kernels._triton.coefficients import coefficients
-from curvlab_kernels._triton.lanczos_step import lanczos_step_
-from curvlab_kernels._triton.norm import norm
-from curvlab_kernels._triton.orthonormalise import orthonormalise_
-from curvlab_kernels._triton.project import project_
-from curvlab_kernels._triton.project_list import project_list_
-from curvlab_kernels._triton.quantise import dequantise, quantise
-from curvlab_kernels._triton.sgd_step import sgd_step_
-from curvlab_kernels._triton.tiles import storage_dtypes
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "apply_",
-    "coefficients",
-    "dequantise",
-    "gram",
-    "lanczos_step_",
-    "norm",
-    "orthonormalise_",
-    "orthonormalise_block_",
-    "project_",
-    "project_list_",
-    "quantise",
-    "sgd_step_",
-    "storage_dtypes",
-]
+from curvlab_kernels._triton.block import gram
+from curvlab_kernels._triton.tiles import storage_dtypes
+from curvlab_kernels.ops import operations
+
+globals().update(operations("cuda"))
+
+__all__ = ["gram", "storage_dtypes"]
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvlab_kernels._triton.coefficients import FEW
 from curvlab_kernels._triton.combination import combination
+from curvlab_kernels._triton.dots import FEW
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels._triton.tiles import (
@@ -20,6 +20,8 @@ from curvlab_kernels._triton.tiles import (
     load_piece,
     work_dtype,
 )
+
+SCRATCH = 1 << 26  # elements of mixed rows that wait to be copied over their own sources
 
 
 def apply_(
@@ -61,18 +63,49 @@ def subtract(
     _launch(rows, coefficients, vectors, vectors, work=work, scales=scales, sums=sums)
 
 
-def mix(mixing: Tensor, rows: Tensor, n: int) -> Tensor:
-    """Rows ``(k, ld)`` of ``mixing @ rows``, summed in float64; columns ``n..ld`` are zero.
+def mix_(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
+    """``into = mixing @ rows``, summed in float64 and rounded once; may be in place.
+
+    One launch; two per ``SCRATCH`` elements of the result where it overlaps ``rows``, because a
+    program may not overwrite what another still reads.
 
     Args:
-        mixing: ``(k, b)`` float64.
-        rows: ``(b, ld)``, float32 or float64, padded.
+        rows: ``(m, ld)``, float32 or float64, padded.
+        mixing: ``(k, m)`` float64.
+        into: ``(k, n)`` of the rows' dtype.
     """
+    (k, m), n = mixing.shape, into.shape[1]
+    if m == 0 or k * n == 0:
+        into.zero_()
+        return
+    mixing = mixing.contiguous()
+    if not _overlap(rows, into):
+        _launch(rows, mixing, into, into, work=tl.float64, mix=True)
+        return
+    columns = combination_shape(rows.dtype, 1 if k == 1 else VECTORS, tl.float64)[1]
+    width = max(SCRATCH // k // columns, 1) * columns
+    scratch = torch.empty(k, min(width, n), dtype=rows.dtype, device=rows.device)
+    for start in range(0, n, width):
+        part = into[:, start : start + width]
+        mixed = scratch[:, : part.shape[1]]
+        _launch(rows, mixing, part, mixed, work=tl.float64, mix=True, start=start)
+        part.copy_(mixed)
+
+
+def mix(mixing: Tensor, rows: Tensor, n: int) -> Tensor:
+    """Rows ``(k, ld)`` of ``mixing @ rows``; columns ``n..ld`` are zero."""
     mixed = torch.zeros(mixing.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
-    if mixed.numel() and rows.shape[0]:
-        target = mixed[:, :n]
-        _launch(rows, mixing.contiguous(), target, target, work=tl.float64, mix=True)
+    mix_(rows, mixing, mixed[:, :n])
     return mixed
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors may share memory."""
+    if first.is_meta:
+        return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    begin, other = first.data_ptr(), second.data_ptr()
+    last = other + ((len(second) - 1) * second.stride(0) + second.shape[1]) * second.itemsize
+    return other < begin + first.nbytes and begin < last
 
 
 def _launch(
@@ -86,7 +119,9 @@ def _launch(
     sums: Tensor | None = None,
     squares: Tensor | None = None,
     mix: bool = False,
+    start: int = 0,
 ) -> None:
+    """One launch over the columns of ``vectors``; to mix, over those of the rows from ``start``."""
     m, ld = rows.shape
     b, n = vectors.shape if vectors.ndim == 2 else (1, vectors.shape[0])
     tile_vectors = 1 if b == 1 else VECTORS
@@ -105,10 +140,11 @@ def _launch(
         coefficients if squares is None else squares,
         m,
         b,
-        n,
+        start + n,
         ld // 16,
         0 if scales is None else scales.shape[1],
-        vectors.stride(0) if b > 1 else 0,
+        target.stride(0) if b > 1 else 0,
+        start // columns,
         0 if sums is None else coefficients.shape[0],
         tiles,
         vector_groups,
@@ -134,6 +170,7 @@ def finish_tile(
     start,
     n,
     tile_index,
+    first_tile,
     BLOCK: tl.constexpr,
     VECTORS: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -148,6 +185,8 @@ def finish_tile(
         result = load_piece(vectors, vector, vector_ld, start, n, BLOCK, VECTORS, MASKED) - total
     rounded = result.to(target.dtype.element_ty)
     at = target + column if VECTORS == 1 else target + vector * vector_ld + column
+    if MIX:
+        at -= first_tile * BLOCK
     if MASKED:
         tl.store(at, rounded, mask=column < n)
         rounded = tl.where(column < n, rounded, 0.0)
@@ -176,6 +215,7 @@ def apply_tile(
     vector_ld,
     chunks,
     tile_index,
+    first_tile,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTORS: tl.constexpr,
@@ -191,18 +231,18 @@ def apply_tile(
     # fmt: off
     t0, t1, t2, t3 = combination(rows, scales, coefficients, sums, v0, m, count, n, ld, scale_ld,
                                  start, chunks, ROWS, BLOCK, VECTORS, CHUNKS, SCALED, MASKED, WORK)
-    finish_tile(t0, vectors, target, squares, v0, vector_ld, start, n, tile_index,
+    finish_tile(t0, vectors, target, squares, v0, vector_ld, start, n, tile_index, first_tile,
                 BLOCK, VECTORS, SQUARES, MIX, MASKED)
     if VECTORS > 1:
         if v0 + 1 < count:
             finish_tile(t1, vectors, target, squares, v0 + 1, vector_ld, start, n, tile_index,
-                        BLOCK, VECTORS, False, MIX, MASKED)
+                        first_tile, BLOCK, VECTORS, False, MIX, MASKED)
         if v0 + 2 < count:
             finish_tile(t2, vectors, target, squares, v0 + 2, vector_ld, start, n, tile_index,
-                        BLOCK, VECTORS, False, MIX, MASKED)
+                        first_tile, BLOCK, VECTORS, False, MIX, MASKED)
         if v0 + 3 < count:
             finish_tile(t3, vectors, target, squares, v0 + 3, vector_ld, start, n, tile_index,
-                        BLOCK, VECTORS, False, MIX, MASKED)
+                        first_tile, BLOCK, VECTORS, False, MIX, MASKED)
     # fmt: on
 
 
@@ -214,6 +254,7 @@ def apply_tile(
         "ld16",
         "scale_ld",
         "vector_ld",
+        "first_tile",
         "chunks",
         "tiles",
         "vector_groups",
@@ -233,6 +274,7 @@ def apply_kernel(
     ld16: tl.int64,
     scale_ld: tl.int64,
     vector_ld: tl.int64,
+    first_tile: tl.int64,
     chunks,
     tiles,
     vector_groups,
@@ -247,14 +289,16 @@ def apply_kernel(
 ):
     program = tl.program_id(0)
     tile_index = (tiles - 1 - program // vector_groups).to(tl.int64)
+    if MIX:
+        tile_index += first_tile
     v0 = (program % vector_groups).to(tl.int64) * VECTORS
     # fmt: off
     if (tile_index + 1) * BLOCK <= n:
         apply_tile(rows, scales, coefficients, vectors, target, sums, squares, v0, m, count, n,
-                   ld16 * 16, scale_ld, vector_ld, chunks, tile_index,
+                   ld16 * 16, scale_ld, vector_ld, chunks, tile_index, first_tile,
                    ROWS, BLOCK, VECTORS, CHUNKS, SCALED, SQUARES, MIX, False, WORK)
     else:
         apply_tile(rows, scales, coefficients, vectors, target, sums, squares, v0, m, count, n,
-                   ld16 * 16, scale_ld, vector_ld, chunks, tile_index,
+                   ld16 * 16, scale_ld, vector_ld, chunks, tile_index, first_tile,
                    ROWS, BLOCK, VECTORS, CHUNKS, SCALED, SQUARES, MIX, True, WORK)
     # fmt: on

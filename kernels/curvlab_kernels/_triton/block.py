@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from curvlab_kernels._triton.apply import mix
-from curvlab_kernels._triton.coefficients import partial_coefficients
-from curvlab_kernels._triton.norm import norm, scale
+from curvlab_kernels._triton.dots import partial_coefficients
+from curvlab_kernels._triton.norms import norm, scale
 from curvlab_kernels._triton.project import project_
 from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels.algebra import (

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels._triton.apply import subtract_into
-from curvlab_kernels._triton.norm import normalise_
+from curvlab_kernels._triton.norms import normalise_
 from curvlab_kernels._triton.orthonormalise import coefficients_and_squares, subtract_and_dot
 from curvlab_kernels.algebra import rank_tolerance
 
 
 def lanczos_step_(
-    rows: Tensor, vector: Tensor, previous_beta: float | None = None
+    rows: Tensor, vector: Tensor, previous_beta: float | Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Turn ``w = A v`` ``(n,)`` into the next Lanczos vector, in place; ``v`` is the last row.
 
@@ -35,7 +35,7 @@ def lanczos_step_(
 
 
 def two_passes(
-    rows: Tensor, vector: Tensor, previous_beta: float | None
+    rows: Tensor, vector: Tensor, previous_beta: float | Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Recurrence (or a first pass) and reorthogonalisation, without waiting for the GPU.
 

@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from curvlab_kernels._triton.apply import apply_, subtract_into
-from curvlab_kernels._triton.coefficients import chunking, partial_coefficients
+from curvlab_kernels._triton.dots import chunking, partial_coefficients
 from curvlab_kernels._triton.launch import launch
-from curvlab_kernels._triton.norm import normalise_, squares
+from curvlab_kernels._triton.norms import normalise_, squares
 from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels._triton.tiles import load_rows, work_dtype
 from curvlab_kernels.algebra import rank_tolerance

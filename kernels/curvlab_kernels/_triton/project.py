@@ -2,14 +2,15 @@
 
 Twice is the least: the coefficients need every column before the first can be corrected, and no
 cache holds the basis. A short vector takes two launches (the second adds up the few partial sums
-by itself); a long one, or one with a Gram factor, takes one more for the sums.
+by itself); a long one, or one with a Gram factor, takes one more for the sums. There is no second
+pass for a vector almost inside the span: to know of it the host would have to wait.
 """
 
 import torch
 from torch import Tensor
 
 from curvlab_kernels._triton.apply import subtract
-from curvlab_kernels._triton.coefficients import FEW, partial_coefficients
+from curvlab_kernels._triton.dots import FEW, partial_coefficients
 from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels._triton.tiles import work_dtype
 from curvlab_kernels.algebra import solve

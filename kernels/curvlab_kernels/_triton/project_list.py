@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvlab_kernels._triton.coefficients import FEW, chunking
 from curvlab_kernels._triton.combination import combination
+from curvlab_kernels._triton.dots import FEW, chunking
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.segments import (
     WINDOW,

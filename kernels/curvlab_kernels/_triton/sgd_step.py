@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvlab_kernels._triton.coefficients import FEW
+from curvlab_kernels._triton.dots import FEW
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.project_list import ELEMENTS, list_coefficients, list_combination
 from curvlab_kernels._triton.segments import WINDOW, meeting, segment, segments

@@ -20,6 +20,8 @@ def orthogonal_checks() -> Iterator[Check]:
             yield Check(f"lanczos-{name}-beta-{beta}", partial(lanczos, 17, 1025, dtype, beta))
         yield Check(f"block-{name}", partial(block, 5, 300, dtype))
         yield Check(f"norm-{name}", partial(norms, dtype))
+        yield Check(f"mix-{name}", partial(mixed, 1, 3, 33, dtype))
+    yield Check("mix-in-place", partial(mixed, 5, 7, 1025, torch.float32))
     yield Check("orthonormalise-more-rows-than-a-tile", partial(orthonormalise, 300, 400))
     yield Check("orthonormalise-dependent", dependent)
     yield Check("orthonormalise-nan", not_a_number)
@@ -156,6 +158,20 @@ def dependent_block(device: torch.device) -> None:
     assert not actual[~kept].any(), "a dropped vector is not zero"
     error = orthogonality(rows, actual[kept])
     assert error <= ORTHOGONALITY[torch.float32], f"not orthonormal: {error:.1e}"
+
+
+def mixed(k: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
+    """``mix_`` into other memory, and over its own sources."""
+    rows, _ = basis(m, n, dtype)
+    mixing = random(k, m, seed=2)
+    expected = torch.empty(k, n, dtype=dtype)
+    reference.mix_(rows, mixing, expected)
+    moved = rows.to(device, copy=True)
+    actual = torch.full((k, n), torch.nan, dtype=dtype, device=device)
+    _triton.mix_(moved, mixing.to(device), actual)
+    close(actual, expected, 1.0, dtype, "mixed rows")
+    _triton.mix_(moved, mixing.to(device), moved[:k])
+    close(moved[:k, :n], expected, 1.0, dtype, "rows mixed in place")
 
 
 def norms(dtype: torch.dtype, device: torch.device) -> None:

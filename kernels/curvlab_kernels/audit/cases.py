@@ -14,7 +14,7 @@ from curvlab_kernels import _triton
 from curvlab_kernels._triton.apply import mix
 from curvlab_kernels._triton.lanczos_step import two_passes
 from curvlab_kernels._triton.launch import Launch, recorded
-from curvlab_kernels._triton.norm import normalise_, scale
+from curvlab_kernels._triton.norms import normalise_, scale
 from curvlab_kernels.formats import LEVELS, padded
 
 DTYPES = (

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvlab_kernels._triton.coefficients import chunking
+from curvlab_kernels._triton.dots import chunking
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.sums import sum_chunks
 

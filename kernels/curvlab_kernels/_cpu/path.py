@@ -1,0 +1,136 @@
+"""The one place that decides how a call runs on a CPU, and the way into the compiled loops.
+
+A call takes one of three paths: compiled loops (one vector, and numba is there); torch as it is
+(rows and vectors share a dtype); torch, converting some columns at a time. Loops run on as many
+threads as torch uses; where one is enough, a whole operation is a single call.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlab_kernels._cpu import threads
+
+Piece = tuple[int, Tensor]  # the column at which it begins, and vectors (n,) or (b, n)
+
+TINY = 1 << 11  # elements of a vector up to which torch costs less than the call of a loop
+KEPT = 1 << 20  # bytes of eight rows, most of which a cache keeps over one pass through them
+COMPILED = (torch.float16, torch.bfloat16, torch.int8, torch.float32, torch.float64)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How a call runs.
+
+    Attributes:
+        loops: The compiled loops, or ``None`` for torch.
+        alone: The same where one thread does all and one call does the whole operation.
+        at_once: Rows that such a call takes at once if they are orthonormal.
+    """
+
+    loops: ModuleType | None
+    alone: ModuleType | None
+    at_once: int
+
+
+def choose(rows: Tensor, vectors: Tensor, n: int | None = None) -> Path:
+    """For ``m`` rows and ``vectors`` ``(n,)`` or ``(b, n)``, or a piece of a vector of length n."""
+    # A block of vectors reuses every converted element b times: a matrix product wins there.
+    if vectors.dim() > 1 or not vectors.is_contiguous():
+        n = 0
+    elif n is None:
+        n = vectors.shape[0]
+    return _choose(rows.dtype, rows.shape[0], vectors.dtype, n, torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=4096)  # a training step asks the same questions again and again
+def _choose(stored: torch.dtype, m: int, working: torch.dtype, n: int, count: int) -> Path:
+    if not m * n or stored not in COMPILED:
+        return Path(None, None, m)
+    whole = _compiled()
+    alone = whole if len(threads.spans(n, m, count)) == 1 else None
+    # Torch sums a long row in float32, in an order of the library's choosing: on some processors
+    # its small terms are lost. The loops sum tiles.
+    loops = whole if stored != working or n > TINY else None
+    # Rounded rows are orthonormal only up to rounding: their products belong to the same vector.
+    cached = stored == working and 8 * n * stored.itemsize <= KEPT
+    return Path(loops, alone, 8 if cached else m)
+
+
+@functools.cache
+def _compiled() -> ModuleType | None:
+    try:
+        importlib.import_module("numba")
+    except ImportError:
+        logger.info(
+            "numba is not installed: float16, bfloat16 and int8 bases are converted to float32 "
+            "chunk by chunk, to the same accuracy but slower; pip install 'curvlab[fast]'"
+        )
+        return None
+    return importlib.import_module("curvlab_kernels._cpu.compiled")
+
+
+def forget() -> None:
+    """Look for numba anew in the next call."""
+    _choose.cache_clear()
+    _compiled.cache_clear()
+
+
+def spread(
+    loop: Callable[..., None],
+    stored: tuple[Any, Any],
+    weights: np.ndarray | None,
+    pieces: Sequence[Piece],
+    sums: int = 0,
+) -> Tensor:
+    """Run a loop of :mod:`.compiled` over pieces of one vector, on spans of columns.
+
+    A list of pieces is one long vector to the threads: they are started once, however many tensors
+    a model has.
+
+    Args:
+        stored: What :func:`arrays` returned, or ``(None, None)``.
+        sums: How many numbers the loop adds up.
+
+    Returns:
+        They, float64 ``(sums,)``: the spans' sums added in the order of the spans.
+    """
+    base, columns = pieces[0][0], length(pieces)
+    items = [(first, piece.detach().numpy()) for first, piece in pieces]
+    rows = 1 if stored[0] is None else len(stored[0])
+    parts = threads.spans(columns, rows, torch.get_num_threads())
+    found = np.zeros((len(parts), sums))
+
+    def work(index: int, start: int, stop: int) -> None:
+        for first, numbers in items:
+            low, high = max(start + base - first, 0), min(stop + base - first, len(numbers))
+            if low < high:
+                loop(*stored, weights, numbers, found[index], first, low, high)
+
+    threads.run(work, parts)
+    return torch.from_numpy(found[0] if len(parts) == 1 else found.sum(0))
+
+
+def length(pieces: Sequence[Piece]) -> int:
+    """Columns from the beginning of the first piece to the end of the last."""
+    return pieces[-1][0] + pieces[-1][1].shape[-1] - pieces[0][0]
+
+
+def arrays(rows: Tensor, scales: Tensor | None = None) -> tuple[np.ndarray, np.ndarray | None]:
+    """What the compiled loops read: the codes, by a type that says how to decode them."""
+    rows = rows.detach()
+    if rows.dtype == torch.float16:
+        rows = rows.view(torch.int16)
+    elif rows.dtype == torch.bfloat16:
+        rows = rows.view(torch.uint16)
+    return rows.numpy(), None if scales is None else scales.numpy()
