@@ -54,6 +54,10 @@ class StorageError(ValueError):
     """A file is missing, damaged, of another kind, or could not be written."""
 
 
+class MissingFileError(StorageError, FileNotFoundError):
+    """A file that was to be read does not exist."""
+
+
 def save_tensors(
     path: str | Path, kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
 ) -> Path:
@@ -82,7 +86,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise StorageError(f"{path} does not exist")
+        raise MissingFileError(f"{path} does not exist")
     with path.open("rb") as file:
         try:
             length = int.from_bytes(file.read(8), "little")
@@ -106,7 +110,7 @@ def load_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[s
 
     path = Path(path)
     if not path.is_file():
-        raise StorageError(f"{path} does not exist")
+        raise MissingFileError(f"{path} does not exist")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -184,7 +188,7 @@ def open_pieces(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Pieces]
     """:func:`load_tensors` for tensors larger than the memory: verified, then read in pieces."""
     path = Path(path)
     if not path.is_file():
-        raise StorageError(f"{path} does not exist")
+        raise MissingFileError(f"{path} does not exist")
     with path.open("rb") as file:
         try:
             header, tensors = _stored_pieces(file, path.stat().st_size)

@@ -253,6 +253,18 @@ def test_rerun_reproduces_and_notices_what_changed(run, place):
     assert "written from Python" in err
 
 
+def test_eig_above_a_threshold_gives_all_of_them(run):
+    run("eig", *NET, "--k", 6, "--which", "LA", "--out", "top.safetensors")
+    values = Eigenpairs.load("top.safetensors").values
+    middle = float(values[3] + values[4]) / 2
+    code, out, err = run("eig", *NET, "--above", middle, "--which", "LA", "--json")
+    assert code == 0, err
+    assert json.loads(out)["values"] == pytest.approx(values[:4].tolist(), rel=1e-4)
+    code, out, err = run("eig", *NET, "--above", 1e6, "--which", "LA", "--picture", "none.png")
+    assert code == 0, err
+    assert run("eig", *NET, "--above", 1.0, "--which", "both")[0] == 2
+
+
 def test_rerun_takes_only_whole_options_of_verbs_that_make_files(run, place):
     own = ["--model", "curvlab.nets:mlp", "--data", "curvlab.cli.demo:digits"]
     run("eig", *own, "--k", 1, "--tol", 0.1, "--out", "own.safetensors")

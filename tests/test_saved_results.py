@@ -98,6 +98,8 @@ def test_a_run_knows_its_data(saved):
 def test_other_files_are_told_apart(tmp_path):
     with pytest.raises(StorageError, match="does not exist"):
         read_manifest(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError):
+        Eigenpairs.load(tmp_path / "absent")
     text = tmp_path / "text"
     text.write_text("hello, this is no tensor file at all")
     with pytest.raises(StorageError, match="not a safetensors file"):

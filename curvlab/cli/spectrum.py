@@ -17,6 +17,7 @@ from curvlab.eigen import (
     Eigenpairs,
     Estimate,
     Interrupted,
+    eigenpairs_above,
     lanczos,
     layer_spectra,
     spectral_density,
@@ -35,27 +36,31 @@ def eig(options: Namespace) -> int:
     deflate = _directions(options.deflate)
     curvature = operator(options)
     partial = out.with_name(out.name + ".partial")
-    pairs = _kept(
-        options,
-        partial,
-        lambda: lanczos(
-            curvature,
-            options.k,
-            which=options.which,
-            tol=options.tol,
-            seed=options.seed,
-            max_products=options.max_products,
-            deflate=deflate,
-            checkpoint=Checkpoint(partial, every=25),
-            progress=False if options.quiet else None,
-        ),
+    pairs = (
+        _all_above(options, curvature)
+        if options.above is not None
+        else _kept(
+            options,
+            partial,
+            lambda: lanczos(
+                curvature,
+                options.k,
+                which=options.which,
+                tol=options.tol,
+                seed=options.seed,
+                max_products=options.max_products,
+                deflate=deflate,
+                checkpoint=Checkpoint(partial, every=25),
+                progress=False if options.quiet else None,
+            ),
+        )
     )
     if pairs is None:
         return 1
     about = {**curvature.about(), "arguments": options.arguments, "cwd": str(Path.cwd())}
     pairs.save(out, about)
     _forget(partial)
-    pictures = _draw(options, "scree", pairs)
+    pictures = _draw(options, "scree", pairs) if len(pairs) else []
     converged = bool(pairs.converged.all())
     emit(
         options,
@@ -79,6 +84,22 @@ def eig(options: Namespace) -> int:
     if not converged:
         say(options, f"not all pairs converged: {pairs.reason}", True)
     return 0 if converged else 1
+
+
+def _all_above(options: Namespace, curvature: Curvature) -> Eigenpairs:
+    """Every pair beyond ``--above``; Ctrl-C leaves nothing, for there is no part of all."""
+    if options.which == "both" or options.deflate or options.max_products:
+        raise UsageError(
+            "--above goes with --which LM, LA or SA, not with --deflate, --max-products"
+        )
+    return eigenpairs_above(
+        curvature,
+        options.above,
+        which=options.which,
+        tol=options.tol,
+        seed=options.seed,
+        progress=False if options.quiet else None,
+    )
 
 
 def density(options: Namespace) -> int:

@@ -1,5 +1,6 @@
 """Eigensolvers that certify what they return, and estimates with error bars."""
 
+from curvlab.eigen.above import eigenpairs_above
 from curvlab.eigen.block import block_lanczos
 from curvlab.eigen.density import Density, spectral_density
 from curvlab.eigen.energy import SpectralEnergy, spectral_energy
@@ -32,6 +33,7 @@ __all__ = [
     "SpectrumTracker",
     "block_lanczos",
     "diagonal",
+    "eigenpairs_above",
     "lanczos",
     "layer_spectra",
     "power_iteration",

@@ -17,7 +17,7 @@ from curvlab.probe import Certificate
 
 
 class Growing:
-    """A Lanczos solve for the eigenvalues of largest magnitude that can be asked for more pairs."""
+    """A Lanczos solve for the outer eigenvalues that can be asked for more pairs."""
 
     def __init__(
         self,
@@ -27,22 +27,27 @@ class Growing:
         tol: float,
         seed: int,
         progress: bool | None,
+        which: str = "LM",
     ) -> None:
         self.products = products
         self.certificate = certificate
+        self.which = which
         self.tol = tol
         self.seed = seed
         self.progress = progress
         self.solver: Solver | None = None
 
     def pairs(self, k: int, *, certify: bool) -> Eigenpairs:
-        """The leading ``k`` pairs, ``k`` not below that of the last call."""
+        """The leading ``k`` pairs; nothing of the last call is lost, whatever ``k`` was then."""
         began, before = time.perf_counter(), self.products.count
         most = before + product_budget(None, k)
         asked = request(
-            self.products, k, tol=self.tol, seed=self.seed, max_products=most, certify=certify
-        )
-        asked = replace(asked, rows=request(self.products, k).rows)  # as if every one certified
+            self.products, k, which=self.which, tol=self.tol, seed=self.seed, max_products=most,
+            certify=certify,
+        )  # fmt: skip
+        asked = replace(
+            asked, rows=request(self.products, k, which=self.which).rows
+        )  # as if every one certified
         if self.solver is None:
             self.solver = Solver(self.products, asked, self.certificate)
             self.solver.start(None)
