@@ -2,7 +2,7 @@
 
 The same arithmetic serves the solver, which refuses before it allocates, and ``curvlab plan``. A
 solve holds the rows of its search, a reserve for the chain that looks for hidden copies, the ``k``
-vectors that it returns, and a few vectors in the making.
+vectors that it returns with a copy of them, and a few vectors in the making.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from torch import Tensor
 from curvlab.eigen.products import Products
 from curvlab.operators.products.memory import free_bytes
 
+SMALL = 6  # times the usual rows a space without restarts may have
 RESERVE = 32  # rows for a chain that looks for hidden copies
 LEAST_RESERVE = 8  # the same when memory is short
 PASSING = 4  # vectors in the making: what is multiplied, its product, copies of them
@@ -55,9 +56,14 @@ class Rows:
         return self.search + self.reserve
 
 
-def usual_rows(k: int, block: int = 1) -> int:
-    """Rows of the search when nothing else is said."""
-    return max(2 * k + 32, 3 * k + 12) + 2 * (block - 1)
+def usual_rows(k: int, n: int, block: int = 1) -> int:
+    """Rows of the search when nothing else is said.
+
+    In a small space they are as many as it has directions: a search that restarts could make more
+    products than there are.
+    """
+    usual = max(2 * k + 32, 3 * k + 12) + 2 * (block - 1)
+    return n + block if n <= SMALL * usual else usual
 
 
 def solve_bytes(rows: int, k: int, width: int, dtype: torch.dtype) -> int:
@@ -67,7 +73,7 @@ def solve_bytes(rows: int, k: int, width: int, dtype: torch.dtype) -> int:
         rows: Of the search and the reserve together.
         width: Elements of a vector that are held here.
     """
-    return (rows + k + PASSING) * ops.padded(width) * (torch.finfo(dtype).bits // 8)
+    return (rows + 2 * k + PASSING) * ops.padded(width) * (torch.finfo(dtype).bits // 8)
 
 
 def rows_for(products: Products, k: int, block: int, room: Room, copies: bool) -> Rows:
@@ -78,9 +84,9 @@ def rows_for(products: Products, k: int, block: int, room: Room, copies: bool) -
     total = room.rows
     vector = solve_bytes(1, 0, products.width, products.dtype) // (1 + PASSING)
     if room.bytes is not None:
-        total = room.bytes // vector - k - PASSING
+        total = room.bytes // vector - 2 * k - PASSING
     if total is None:
-        rows = Rows(min(usual_rows(k, block), most), reserve, _path(room))
+        rows = Rows(min(usual_rows(k, products.room, block), most), reserve, _path(room))
     else:
         if total < least + least_reserve:
             given = f"rows={room.rows}" if room.bytes is None else f"bytes={room.bytes}"

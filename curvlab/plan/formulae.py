@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from curvlab.basis import basis_bytes, largest_basis
+from curvlab.eigen.room import PASSING, RESERVE, usual_rows
 
 STORED = (torch.float32, torch.float16, torch.int8)
 FRAGMENTED = 1.15  # of what tensors take, that an allocator takes; fitted, as is the next
 LIBRARIES = 5_000_000  # bytes of buffers that libraries keep
 LATENCY = 2e-5  # seconds of each of the log2(R) hops of a message; switched networks take this
-RESERVE = 32  # rows of the working basis that certification may take
 
 
 def products_needed(k: int, tol: float) -> int:
@@ -26,9 +26,9 @@ def products_needed(k: int, tol: float) -> int:
 
 
 def solver_rows(k: int, products: int, n: int) -> int:
-    """Rows of ``n`` elements that a solve holds at its end: basis, result and its copy."""
-    working = min(max(2 * k + 32, 3 * k + 12) + RESERVE, products + 2, n)
-    return working + 2 * k
+    """Vectors of ``n`` elements that a solve holds at its end: rows, result, some in the making."""
+    rows = min(usual_rows(k, n) + RESERVE, products + 2, n)
+    return rows + 2 * k + PASSING
 
 
 @dataclass(frozen=True, slots=True)

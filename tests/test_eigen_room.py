@@ -1,0 +1,79 @@
+"""What a solve may take is what it takes: rows, bytes, a file; or it is refused beforehand."""
+
+import pytest
+import torch
+
+from curvlab.eigen import Room, block_lanczos, lanczos
+from curvlab.eigen.products import Products
+from curvlab.eigen.request import request
+from curvlab.eigen.room import solve_bytes
+from curvlab.eigen.solver import Solver
+from curvlab.operators import FromFunction
+
+N = 600
+VALUES = torch.cat([torch.tensor([9.0, 7.0, 7.0, -6.0, 4.0]), torch.linspace(-1, 1, N - 5)])
+
+
+def diagonal(values=VALUES):
+    return FromFunction(lambda v: v * values, len(values), dtype=values.dtype)
+
+
+@pytest.mark.parametrize("rows", [16, 24, 60])
+@pytest.mark.parametrize("certify", [True, False])
+def test_rows_are_all_rows_certification_included(rows, certify):
+    products = Products(diagonal(), None)
+    asked = request(products, 4, room=Room(rows=rows), certify=certify)
+    solver = Solver(products, asked, products.probe(0))
+    solver.start(None)
+    most = 0
+    while not solver.finished:
+        solver.step()
+        most = max(most, solver.krylov.size + len(solver.krylov.aside))
+    assert solver.krylov.rows.shape[0] <= rows
+    assert most <= rows
+    wanted = torch.tensor([9.0, 7.0, 7.0, -6.0] if certify else [9.0]).double()
+    found = lanczos(diagonal(), 4, room=Room(rows=rows), certify=certify)
+    assert torch.allclose(found.values[: len(wanted)], wanted, rtol=1e-4)
+
+
+def test_bytes_hold_rows_result_and_what_is_in_the_making():
+    products = Products(diagonal(), None)
+    for count in (60_000, 90_000, 10**6):
+        rows = request(products, 3, room=Room(bytes=count)).rows
+        assert solve_bytes(rows.total, 3, N, torch.float32) <= count
+    with pytest.raises(ValueError, match=r"bytes=20000.*needs at least 14 rows \(\d+ bytes"):
+        request(products, 3, room=Room(bytes=20_000))
+
+
+@pytest.mark.parametrize("solver", [lanczos, block_lanczos])
+def test_rows_in_a_file_give_the_same_bits_and_leave_nothing_behind(solver, tmp_path):
+    mapped = solver(diagonal(), 4, room=Room(rows=40, file=tmp_path / "rows"))
+    plain = solver(diagonal(), 4, room=Room(rows=40))
+    assert torch.equal(mapped.vectors, plain.vectors)
+    assert torch.equal(mapped.residuals, plain.residuals)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_solve_that_does_not_fit_is_refused_before_its_first_product():
+    made = 0
+
+    def function(vector):
+        nonlocal made
+        made += 1
+        return vector
+
+    huge = FromFunction(function, 10**12, dtype=torch.float64)
+    with pytest.raises(MemoryError, match=r"takes \d+ bytes.*Room\(file=.*float32.*deflate="):
+        lanczos(huge, 10)
+    assert made == 0
+
+
+@pytest.mark.parametrize("k", [5, 20])
+@pytest.mark.parametrize("n", [100, 150, 200])
+def test_a_small_space_costs_hardly_more_products_than_it_has_directions(n, k):
+    """The four of the probe and a chain that looks for copies may come on top of n."""
+    values = torch.linspace(1, 2, n, dtype=torch.float64)  # no gap: nothing converges early
+    pairs = lanczos(diagonal(values), k, tol=1e-8, dense=False)
+    assert bool(pairs.converged.all())
+    assert pairs.matvecs <= n + 4 + 24
+    assert torch.allclose(pairs.values, values.flip(0)[:k], rtol=1e-8)
