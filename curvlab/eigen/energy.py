@@ -37,7 +37,8 @@ class SpectralEnergy:
         least: What ``k`` would be with a tail two standard errors smaller.
         most: The same with a larger one; 0 if ``largest`` pairs would then not suffice.
         total: ``||A||_F^2`` with its standard error.
-        share: Of the total that the ``k`` pairs hold.
+        share: Of the total that the ``k`` pairs hold; below ``1 - epsilon`` only if asked for with
+            ``short=True``.
         products: Operator products, all of them.
     """
 
@@ -57,6 +58,7 @@ def spectral_energy(
     tol: float = 1e-3,
     probes: int = 24,
     largest: int = 1000,
+    short: bool = False,
     seed: int = 0,
     dense: bool | None = None,
     progress: bool | None = None,
@@ -69,6 +71,8 @@ def spectral_energy(
         tol: Relative residual of the pairs.
         probes: Random vectors for the tail, one product each.
         largest: Most pairs to compute; if they do not suffice, an error says what was reached.
+        short: Return what was found in place of an error where ``largest`` pairs do not suffice or
+            a pair does not converge; ``share`` and ``pairs`` say what it is worth.
         seed: Of all random vectors.
         dense: Force or forbid the eigendecomposition of the whole matrix (the exact way).
         progress: As for :func:`curvlab.lanczos`.
@@ -85,7 +89,8 @@ def spectral_energy(
     products = Products(as_operator(operator), None)
     certificate = products.probe(seed)
     n = products.n
-    small = n <= 2 * FIRST + 2 * probes and not products.space.sharded
+    # the probes and a certified search for the first pairs take more products than this many
+    small = n <= 4 * (FIRST + probes) and not products.space.sharded
     if dense or (dense is None and small):
         pairs = lanczos(operator, n, tol=tol, seed=seed, dense=True, progress=False)
         tail = torch.zeros(2, n + 1, dtype=torch.float64)
@@ -95,10 +100,13 @@ def spectral_energy(
     k, certify = min(FIRST, n, largest), False
     while True:
         pairs = growing.pairs(k, certify=certify)
-        pairs.require_converged()
+        if not short:
+            pairs.require_converged()
         tails = _tails(products.space, pairs, vectors, images)
         tail, high = tails.mean(0), tails.mean(0) + 2 * _errors(tails, pairs.values)
         enough = _needed(pairs.values, tail, epsilon) is not None
+        if short and not (bool(pairs.converged.all()) and (enough or k < largest)):
+            return _selected(pairs, tails, epsilon, exact=False, products=products.count)
         # until the number is settled at the upper end of the error bar too
         if _needed(pairs.values, high, epsilon) is not None or k == n or (enough and k == largest):
             if certify:

@@ -4,7 +4,7 @@ The loop (:func:`curvlab.training.learn`) trains S seeds side by side. All state
 the :class:`~curvlab.learners.population.Population`: ``parameters``, ``gradients`` (and
 ``velocity`` with momentum), each ``(S, P)`` in the order of ``population.layout``. For each task::
 
-    learner.before_task(population, task, samples)
+    learner.before_task(population, task, samples)     # before the first one: learner.expect(tasks)
     each step:
         population.gradient_(...)             # writes population.gradients
         (weight decay is added to the gradients)
@@ -66,6 +66,9 @@ class Learner:
     def __init__(self) -> None:
         self.notes: list[dict[str, Any]] = []
 
+    def expect(self, tasks: int) -> None:
+        """Told the number of tasks before anything is trained: the place to refuse settings."""
+
     def before_task(self, population: Population, task: int, samples: Samples) -> None:
         """Prepare; the first call (``task == 0``) is the place to refuse an unfit model."""
 
@@ -82,6 +85,10 @@ class Learner:
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         """Consolidate what was learned; may change parameters (pruning)."""
         self.notes.append({})
+
+    def if_diverged(self, population: Population, lr: float) -> str:
+        """What to change if parameters are not finite after steps at rate ``lr``."""
+        return "lower the learning rate"
 
     def weights_for(self, population: Population, task: int) -> Tensor:
         """Parameters ``(S, P)`` with which to predict task ``task``."""

@@ -20,7 +20,7 @@ from curvlab.learners.stacked import StackedMLP
 from curvlab.operators.products.mlp_plan import Layer
 from curvlab.tasks.samples import Samples, subset
 
-Labels = Literal["model", "true"]
+Labels = Literal["model", "sampled", "true"]
 
 
 class EWC(Learner):
@@ -30,22 +30,33 @@ class EWC(Learner):
         strength: Weight of the penalty. A step is stable while ``lr * strength * max F < 2``.
         samples: Training samples, drawn per seed, for the Fisher of a task.
         labels: ``"model"`` is the Fisher itself, the expectation over the model's own
-            predictions; ``"true"`` uses the data's labels (the "empirical Fisher").
+            predictions; ``"sampled"`` draws one label per sample from them, which is the same on
+            average; ``"true"`` uses the data's labels (the "empirical Fisher").
+        gamma: By how much earlier tasks' importances are multiplied after every task: 1 keeps the
+            penalties of all tasks, less forgets the oldest (online EWC), 0 keeps the last one.
     """
 
     serves_later_tasks = True
 
     def __init__(
-        self, strength: float = 100.0, *, samples: int = 1000, labels: Labels = "model"
+        self,
+        strength: float = 100.0,
+        *,
+        samples: int = 1000,
+        labels: Labels = "model",
+        gamma: float = 1.0,
     ) -> None:
         super().__init__()
         if strength < 0.0 or samples < 1:
             raise ValueError(
                 f"strength= must be at least 0 and samples= at least 1; got {strength}, {samples}"
             )
-        if labels not in ("model", "true"):
-            raise ValueError(f"labels= must be 'model' or 'true'; got {labels!r}")
-        self.strength, self.samples, self.labels = strength, samples, labels
+        if labels not in ("model", "sampled", "true"):
+            raise ValueError(f"labels= must be 'model', 'sampled' or 'true'; got {labels!r}")
+        if not 0.0 <= gamma <= 1.0:
+            raise ValueError(f"gamma= is a factor between 0 and 1; got {gamma}")
+        self.strength, self.samples = strength, samples
+        self.labels, self.gamma = labels, gamma
         self._importance: Tensor | None = None  # sum of F_o, (S, P)
         self._pull: Tensor | None = None  # sum of F_o w_o, (S, P)
 
@@ -63,11 +74,13 @@ class EWC(Learner):
                 min(self.samples, len(samples)),
                 seed=derived_generator(seed, "fisher", task),
             )
-            fishers.append(diagonal_fisher(population, s, chosen, task, self.labels))
+            generator = derived_generator(seed, "labels", task)
+            fishers.append(diagonal_fisher(population, s, chosen, task, self.labels, generator))
         fisher = torch.stack(fishers)
         pull = fisher * population.parameters
-        self._importance = fisher if self._importance is None else self._importance + fisher
-        self._pull = pull if self._pull is None else self._pull + pull
+        if self._importance is not None and self._pull is not None:
+            fisher, pull = self.gamma * self._importance + fisher, self.gamma * self._pull + pull
+        self._importance, self._pull = fisher, pull
         size = self._importance.element_size()
         self.notes.append(
             {
@@ -82,7 +95,19 @@ class EWC(Learner):
             "strength": self.strength,
             "samples": self.samples,
             "labels": self.labels,
+            "gamma": self.gamma,
         }
+
+    def if_diverged(self, population: Population, lr: float) -> str:
+        if self._importance is None:
+            return super().if_diverged(population, lr)
+        bound = lr * self.strength * float(self._importance.max())
+        if bound < 2.0:
+            return super().if_diverged(population, lr)
+        return (
+            f"a step of EWC's penalty is stable while lr * strength * max F < 2, and here that is "
+            f"{bound:.3g}: lower strength={self.strength:g} or the learning rate"
+        )
 
     def state(self) -> dict[str, Tensor]:
         if self._importance is None or self._pull is None:
@@ -97,7 +122,12 @@ class EWC(Learner):
 
 @torch.no_grad()
 def diagonal_fisher(
-    population: Population, s: int, samples: Samples, task: int, labels: Labels = "model"
+    population: Population,
+    s: int,
+    samples: Samples,
+    task: int,
+    labels: Labels = "model",
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Mean over samples of the squared gradients of the log-likelihood, ``(P,)``.
 
@@ -107,14 +137,19 @@ def diagonal_fisher(
         samples: To average over.
         task: Their task's index.
         labels: As in :class:`EWC`.
+        generator: Of the CPU; for ``"sampled"``.
     """
     population.train_mode(False)
     logits = population.logits_of(s, samples.inputs, task, population.parameters[s])
     probabilities = logits.softmax(1)
     classes = logits.shape[1]
     every = torch.eye(classes, dtype=logits.dtype, device=logits.device)
-    if labels == "true":
-        signals = one_hot(samples.targets, classes).to(logits.dtype).unsqueeze(1)
+    if labels != "model":
+        chosen = samples.targets
+        if labels == "sampled":
+            drawn = torch.multinomial(probabilities.double().cpu(), 1, generator=generator)
+            chosen = drawn.squeeze(1).to(logits.device)
+        signals = one_hot(chosen, classes).to(logits.dtype).unsqueeze(1)
         weights = torch.ones_like(probabilities[:, :1])
     else:
         signals = every.expand(len(samples), -1, -1)

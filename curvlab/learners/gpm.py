@@ -34,7 +34,8 @@ class GPM(Learner):
     Args:
         threshold: Share of the energy ``||R||^2`` of a layer's input rows that the memory has to
             hold after a task (1 - eps of the paper). One number, one per layer, or a function of
-            the task's index (``lambda t: 0.97 + 0.003 * t``).
+            the task's index (``lambda t: min(1.0, 0.97 + 0.003 * t)``), checked for all
+            tasks before training.
         samples: Training samples whose inputs are stored, drawn per seed.
         bias: ``"refuse"`` takes only models without biases in these layers; ``"augmented"``
             projects each bias together with its weights, as the weight of a constant input.
@@ -63,6 +64,15 @@ class GPM(Learner):
         self._bases: list[list[Tensor]] = []  # [layer][run]: float64 rows (r, width)
         self._removals: list[Call] = []  # what is done to the gradients in every step
         self._threads: int | None = None
+
+    def expect(self, tasks: int) -> None:
+        shares = [self.threshold(t) for t in range(tasks)] if callable(self.threshold) else []
+        for task, share in enumerate(shares):
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(
+                    f"threshold= is a share of energy, between 0 and 1; for task {task} of {tasks} "
+                    f"it gives {share:g}: keep it below with min(1.0, ...)"
+                )
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:  # noqa: ARG002
         if task == 0:

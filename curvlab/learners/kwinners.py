@@ -39,6 +39,12 @@ class HeterogeneousDropout(Learner):
     def notes(self, value: list[dict[str, Any]]) -> None:
         self.inner.notes = value
 
+    def expect(self, tasks: int) -> None:
+        self.inner.expect(tasks)
+
+    def if_diverged(self, population: Population, lr: float) -> str:
+        return self.inner.if_diverged(population, lr)
+
     def before_task(self, population: Population, task: int, samples: Samples) -> None:
         if task == 0 and not _activations(population.models[0]):
             raise ValueError(

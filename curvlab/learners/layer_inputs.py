@@ -36,9 +36,11 @@ class InputLayer:
 
 def input_layers(population: Population) -> list[InputLayer]:
     """The layers whose weights act on rows, in the order of their parameters."""
+    model = population.models[0]
+    _refuse_unseen_uses(model)
     slices = population.layout.slices()
     layers = []
-    for name, module in population.models[0].named_modules():
+    for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         weight = slices.get(f"{prefix}weight")
         if weight is None or not isinstance(module, nn.Linear | nn.Conv2d):
@@ -56,6 +58,31 @@ def input_layers(population: Population) -> list[InputLayer]:
             )
         )
     return layers
+
+
+def _refuse_unseen_uses(model: nn.Module) -> None:
+    """Refuse weights that act on rows which the layers' inputs do not show."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    tied = [alike for number, alike in names.items() if number in trained and len(alike) > 1]
+    if tied:
+        raise ValueError(
+            f"parameters {tied[0]} are one tensor: its updates would be kept off the inputs of one "
+            "of its layers only, and change the outputs of the other. Give each its own, or freeze "
+            "them with requires_grad_(False)"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and any(
+            parameter.requires_grad for parameter in module.parameters()
+        ):
+            raise ValueError(
+                f"layer {name!r} is nn.MultiheadAttention (part of nn.TransformerEncoderLayer) and "
+                "applies its weights without calling layers: their inputs cannot be seen. Use "
+                "attention made of nn.Linear (curvlab.nets.vit_cifar), or freeze it with "
+                "requires_grad_(False)"
+            )
 
 
 def _check_convolution(name: str, module: nn.Conv2d) -> None:

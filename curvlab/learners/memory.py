@@ -1,7 +1,6 @@
 """The memory of runs side by side: one orthonormal :class:`~curvlab.basis.Basis` for each."""
 
 import torch
-from curvlab_kernels import ops
 from torch import Tensor
 
 from curvlab.basis import Basis
@@ -29,7 +28,6 @@ class DenseMemory:
             for _ in population.seeds
         ]
         self._everything = [False] * population.size
-        self._found: list[tuple[int, list[Tensor]] | None] = [None] * population.size
 
     @property
     def sizes(self) -> list[int]:
@@ -58,19 +56,8 @@ class DenseMemory:
         for s, basis in enumerate(self.bases):
             if self._everything[s] or basis.size == basis.n:
                 gradients[s].zero_()
-            elif basis.factor is None and basis.tier.resident:
-                for rows in self._rows(s):  # orthonormal, so one piece after the other
-                    ops.project_(rows, gradients[s])
-            else:
+            elif basis.size:
                 basis.project_out_(gradients[s])
-
-    def _rows(self, s: int) -> list[Tensor]:
-        """The stored rows of run ``s``, looked up once: a small model's step is mostly overhead."""
-        found, size = self._found[s], self.bases[s].size
-        if found is None or found[0] != size:
-            found = size, [rows for _, rows, _ in self.bases[s].store.pieces()]
-            self._found[s] = found
-        return found[1]
 
     def state(self) -> dict[str, Tensor]:
         """Rows as they are stored, their Gram matrices and origins."""

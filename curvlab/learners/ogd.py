@@ -41,7 +41,8 @@ class OGD(Learner):
         structured: Keep factors in place of rows, for plain MLPs (:mod:`.structured`); ``None``
             does so where it is possible. Otherwise ``samples * P`` numbers are needed at the end
             of a task, and the directions that are kept stay as rows.
-        largest: Bytes that dense rows may take at the end of a task.
+        largest: Bytes that dense rows may take: at the end of a task, the memory of all runs
+            and, for one of them, the new gradients and their directions.
     """
 
     serves_later_tasks = True
@@ -70,13 +71,21 @@ class OGD(Learner):
     def before_task(self, population: Population, task: int, samples: Samples) -> None:
         if task == 0:
             self._prepare(population)
-            rows = min(self.samples, len(samples))
-            needed = rows * population.n * population.parameters.element_size()
-            if self._dense is not None and needed > self.largest:
-                raise ValueError(
-                    f"{rows} gradients of {population.n} numbers take {needed / 1e9:.1f} GB, more "
-                    f"than largest={self.largest / 1e9:.1f} GB: lower samples= or raise largest="
-                )
+        if self._dense is None:
+            return
+        rows = min(self.samples, len(samples))
+        if self.logits == "all":
+            rows *= population.logits(samples.inputs[:1], task).shape[2]
+        size = population.n * population.parameters.element_size()
+        # the gradients and the directions made of them, beside what is kept of all runs already
+        needed = 2 * rows * size + sum(self._dense.bytes)
+        if needed > self.largest:
+            raise ValueError(
+                f"OGD on task {task}: {rows} gradients of {population.n} numbers, as many "
+                f"directions and the memory so far take {needed / 1e9:.2f} GB, more than largest="
+                f"{self.largest / 1e9:.2f} GB: lower samples=, take logits='true', train fewer "
+                "seeds side by side or raise largest="
+            )
 
     def _prepare(self, population: Population) -> None:
         plain = isinstance(population, StackedMLP)
@@ -122,14 +131,15 @@ class OGD(Learner):
                 factors = mlp_factors(population.layers, parameters, chosen.inputs, cotangents)
                 new.append(self._factors[s].extend(factors, self.epsilon))
             elif self._dense is not None:
-                rows = [
-                    block
-                    for k in range(cotangents.shape[1])
+                count, filled = cotangents.shape[1] * len(chosen), 0
+                rows = population.parameters.new_zeros(count, population.n)
+                for k in range(cotangents.shape[1]):
                     for block in sample_gradients(
                         population, s, chosen.inputs, cotangents[:, k], task
-                    )
-                ]
-                directions, values = leading_directions(torch.cat(rows), self.epsilon)
+                    ):
+                        rows[filled : filled + len(block)] = block
+                        filled += len(block)
+                directions, values = leading_directions(rows, self.epsilon)
                 new.append(self._dense.extend(s, directions, task=task, values=values))
         sizes = [memory.size for memory in self._factors]
         sizes_in_bytes = [memory.bytes for memory in self._factors]

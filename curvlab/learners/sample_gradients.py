@@ -16,8 +16,10 @@ from curvlab.learners.population import Population
 from curvlab.learners.stacked import backward, forward
 from curvlab.operators.products.mlp_plan import Layer
 
-# Rows computed at once by vmap: enough to fill the products, few enough to keep activations small.
+# Rows computed at once by vmap: enough to fill the products, few enough to keep activations small,
+# and their bytes.
 CHUNK = 50
+BYTES = 256 << 20
 
 
 def sample_gradients(
@@ -45,8 +47,9 @@ def sample_gradients(
 
     rows = vmap(grad(combination), in_dims=(None, 0, 0))
     parameters = population.parameters[s].detach()
-    for start in range(0, len(inputs), CHUNK):
-        here = slice(start, start + CHUNK)
+    chunk = max(1, min(CHUNK, BYTES // (population.n * parameters.element_size())))
+    for start in range(0, len(inputs), chunk):
+        here = slice(start, start + chunk)
         block: Tensor = rows(parameters, inputs[here], cotangents[here])
         yield block.detach()
 

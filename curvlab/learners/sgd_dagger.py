@@ -39,8 +39,10 @@ class SGDDagger(Learner):
         first: Eigenpairs of the first task's Hessian, one set per run and at least ``k`` in each,
             where they are known already: learners that differ in ``k`` alone share that solve.
 
-    A solve that ends before its pairs met ``tol`` does not end the run: the vectors found are used,
-    and the notes say how many had ``converged`` and how large the worst ``residual`` is.
+    A solve that ends before its pairs met ``tol``, or before ``largest`` of them hold the energy,
+    does not end the run: the vectors found are used, and the notes say how many had ``converged``,
+    how large the worst ``residual`` is and which ``share`` of the energy they hold. Vectors whose
+    eigenvalue the solver cannot tell from zero are not stored; their number is noted as ``null``.
     """
 
     serves_later_tasks = True
@@ -108,8 +110,11 @@ class SGDDagger(Learner):
             hessian = task_hessian(population, s, task, samples, self.samples)
             seed = derived_seed(population.seeds[s], "lanczos", task)
             pairs, evidence = self._leading(hessian, seed)
+        # vectors of a null space are whatever the solver began with: nothing to protect
+        real = int((pairs.values.abs() > pairs.floor).sum())
+        null, pairs = len(pairs) - real, pairs.head(real)
         new = memory.extend(s, pairs.vectors, task=task, values=pairs.values)
-        return {"k": len(pairs), "new": new, **evidence, **_quality(pairs)}
+        return {"k": real, "null": null, "new": new, **evidence, **_quality(pairs)}
 
     def _leading(self, hessian: Hessian, seed: int) -> tuple[Eigenpairs, dict[str, Any]]:
         if self.epsilon is None:
@@ -121,6 +126,7 @@ class SGDDagger(Learner):
             self.epsilon,
             tol=self.tol,
             largest=min(self.largest, hessian.n),
+            short=True,
             seed=seed,
             progress=False,
         )

@@ -12,7 +12,10 @@ from torch.nn.functional import conv2d, linear
 
 def power(phi: Tensor, alpha: float) -> Tensor:
     """w = phi |phi|^(alpha - 1)."""
-    return phi if alpha == 1.0 else phi * phi.abs() ** (alpha - 1.0)
+    if alpha == 1.0:
+        return phi
+    # written so, every factor of the gradient is finite at 0, for alpha below 2 too
+    return phi.sign() * phi.abs() ** alpha
 
 
 def root(weight: Tensor, alpha: float) -> Tensor:

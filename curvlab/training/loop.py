@@ -218,7 +218,8 @@ class _Loop:
         if lost:
             raise FloatingPointError(
                 f"training of seed {', '.join(map(str, lost))} diverged (parameters are not "
-                f"finite) in task {index}, epoch {epoch}: lower the learning rate"
+                f"finite) in task {index}, epoch {epoch}: "
+                f"{self.learner.if_diverged(self.population, self.schedule.lr_at(index, epoch))}"
             )
 
     def consolidate(
@@ -308,6 +309,15 @@ def _check(
             f"momentum= must lie in [0, 1) and weight_decay= be at least 0; got {momentum} and "
             f"{weight_decay}"
         )
+    for task in tasks:
+        for part, samples in (("train", task.train), ("test", task.test)):
+            flawed = (~samples.inputs.isfinite()).flatten(1).any(1).nonzero().flatten()
+            if len(flawed):
+                raise ValueError(
+                    f"{len(flawed)} {part} samples of task {task.name!r} hold NaN or infinity, the "
+                    f"first is number {int(flawed[0])}: clean the data"
+                )
+    learner.expect(len(tasks))
     one = tasks[0].train[:1].to(population.device, population.dtype)
     outputs = population.logits(one.inputs, 0).shape[-1]
     classes = max(task.classes for task in tasks)

@@ -1,0 +1,179 @@
+"""Learners at their edges: null spaces, solves that fall short, refusals, bounds."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from curvlab.learners import EWC, GPM, OGD, SGD, ModulePopulation, SGDDagger, population_of
+from curvlab.learners import sample_gradients as rows_of
+from curvlab.learners.ewc import diagonal_fisher
+from curvlab.learners.sample_gradients import sample_gradients
+from curvlab.learners.seeds import derived_generator
+from curvlab.nets import mlp
+from curvlab.nets.powerprop import power
+from curvlab.tasks import Samples, Task
+from curvlab.training import Schedule, learn
+from tests.dense_truth import relative
+from tests.small_problems import make_tasks, small
+
+
+def blind_tasks(dtype):
+    """The last two inputs are always 0: weights that read them are in the null space."""
+    tasks = make_tasks(2, train=30, dtype=dtype)
+    for task in tasks:
+        for samples in (task.train, task.test):
+            samples.inputs[:, 4:] = 0.0
+    return tasks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_sgd_dagger_stores_no_vectors_of_the_null_space(dtype):
+    """A softmax layer of 6 inputs, 4 of them used: rank (3 - 1) * (4 + 1) of 21 parameters."""
+    build = lambda seed: nn.Sequential(mlp((6, 3), seed=seed, dtype=dtype))  # noqa: E731
+    runs = learn(
+        build, blind_tasks(dtype), SGDDagger(k=18, samples=30), Schedule(0.1), seeds=(1, 2)
+    )
+    for run in runs:
+        assert run.notes[0]["k"] == 10
+        assert run.notes[0]["null"] == 8
+        assert run.notes[0]["directions"] == 10
+
+
+def test_an_energy_that_largest_pairs_do_not_hold_is_noted_and_training_goes_on():
+    learner = SGDDagger(epsilon=0.001, samples=30, largest=3)
+    (run,) = learn(mlp((20, 12, 3)), make_tasks(2, shape=(20,)), learner, Schedule(0.1), seeds=1)
+    assert run.notes[0]["k"] == 3
+    assert run.notes[0]["share"] < 0.999
+    assert run.snapshots.isfinite().all()
+
+
+def test_thresholds_of_all_tasks_are_checked_before_training():
+    stepped = []
+
+    class Watched(GPM):
+        def transform_(self, population):
+            stepped.append(population)
+            super().transform_(population)
+
+    learner = Watched(lambda t: 0.97 + 0.02 * t, bias="augmented")
+    with pytest.raises(ValueError, match=r"for task 2 of 3 it gives 1\.01"):
+        learn(mlp((6, 3)), make_tasks(3), learner, Schedule(0.1), seeds=1)
+    assert not stepped
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(6, 3, bias=False)
+
+    def forward(self, inputs):
+        return self.head(torch.relu(self.second(torch.relu(self.first(inputs)))))
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        return self.head(self.block(inputs.unsqueeze(1)).squeeze(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(Tied, r"'first\.weight', 'second\.weight'\] are one tensor"), (Attending, "TransformerEnc")],
+)
+def test_gpm_refuses_weights_whose_inputs_it_cannot_see(model, words):
+    with pytest.raises(ValueError, match=words):
+        learn(model(), make_tasks(1), GPM(bias="augmented"), Schedule(0.1), seeds=1)
+
+
+def test_the_memory_guard_of_ogd_counts_every_logit():
+    tasks, rows = make_tasks(2), 20
+    size = 4 * sum(p.numel() for p in small(1).parameters())
+    for logits, factor in (("true", 1), ("all", 3)):
+        fits, short = (
+            OGD(samples=rows, logits=logits, structured=False, largest=2 * factor * rows * size - d)
+            for d in (0, 1)
+        )
+        learn(small(1), tasks[:1], fits, Schedule(0.1), seeds=1)
+        with pytest.raises(ValueError, match="lower samples="):
+            learn(small(1), tasks[:1], short, Schedule(0.1), seeds=1)
+
+
+def test_gradients_of_samples_come_in_blocks_of_so_many_bytes(monkeypatch):
+    population = ModulePopulation([small(1)], [1])
+    samples = make_tasks(1)[0].train
+    targets = torch.eye(3)[samples.targets]
+    whole = torch.cat(list(sample_gradients(population, 0, samples.inputs, targets, 0)))
+    monkeypatch.setattr(rows_of, "BYTES", 3 * 4 * population.n)
+    blocks = list(sample_gradients(population, 0, samples.inputs, targets, 0))
+    assert max(len(block) for block in blocks) == 3
+    assert relative(torch.cat(blocks), whole) <= 1e-6
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.2, 1.5, 2.0, 3.0])
+def test_powers_have_finite_gradients_at_zero(alpha):
+    phi = torch.tensor([-0.5, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(power(phi, alpha).sum(), phi)
+    exact = [alpha * abs(x) ** (alpha - 1.0) for x in (-0.5, 0.0, 2.0)]
+    torch.testing.assert_close(gradient, torch.tensor(exact, dtype=torch.float64))
+    exact = torch.tensor([-(0.5**alpha), 0.0, 2.0**alpha], dtype=torch.float64)
+    torch.testing.assert_close(power(phi, alpha).detach(), exact)
+
+
+def test_nan_in_training_data_is_named_as_such():
+    tasks = make_tasks(2)
+    inputs = tasks[1].train.inputs.clone()
+    inputs[7, 2] = math.nan
+    tasks[1] = Task("second", Samples(inputs, tasks[1].train.targets), tasks[1].test, 3)
+    with pytest.raises(ValueError, match=r"1 train samples of task 'second' hold NaN .* number 7"):
+        learn(small(1), tasks, SGD(), Schedule(0.1), seeds=1)
+
+
+def test_ewc_that_diverges_names_its_bound():
+    with pytest.raises(FloatingPointError, match=r"lr \* strength \* max F < 2"):
+        learn(small(1), make_tasks(2), EWC(1e9), Schedule(0.1, epochs=40), seeds=1)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0])
+def test_online_ewc_multiplies_old_importances(gamma):
+    population = population_of([small(1, torch.float64)], [1])
+    learner = EWC(5.0, samples=43, labels="true", gamma=gamma)
+    first, second = make_tasks(2, dtype=torch.float64)
+    fishers, solutions = [], []
+    for t, task in enumerate((first, second)):
+        population.parameters.mul_(1.1)
+        fishers.append(diagonal_fisher(population, 0, task.train, t, "true"))
+        solutions.append(population.parameters[0].clone())
+        learner.after_task(population, t, task.train)
+    population.gradients.zero_()
+    population.parameters.mul_(0.7)
+    learner.transform_(population)
+    weights = population.parameters[0]
+    exact = sum(
+        5.0 * factor * fisher * (weights - solution)
+        for factor, fisher, solution in zip((gamma, 1.0), fishers, solutions, strict=True)
+    )
+    assert relative(population.gradients[0], exact) <= 1e-12
+
+
+def test_sampled_labels_are_the_fisher_on_average_and_follow_the_seed():
+    population = population_of([small(1, torch.float64)], [1])
+    samples = make_tasks(1, dtype=torch.float64)[0].train[:10]
+    exact = diagonal_fisher(population, 0, samples, 0, "model")
+    draws = torch.stack(
+        [
+            diagonal_fisher(population, 0, samples, 0, "sampled", derived_generator(i, "labels", 0))
+            for i in range(400)
+        ]
+    )
+    again = diagonal_fisher(population, 0, samples, 0, "sampled", derived_generator(3, "labels", 0))
+    assert torch.equal(draws[3], again)
+    spread = draws.std(0) / 20.0
+    assert float(((draws.mean(0) - exact).abs() / spread.clamp_min(1e-12)).max()) < 5.0
