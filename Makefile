@@ -42,8 +42,9 @@ format: $(STAMP)  ## let ruff rewrite the code
 bench: $(STAMP)  ## every target with its verdict: about a quarter of an hour
 	$(RUN) -m benchmarks --minutes 13
 
-audit: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 and check what came out
+audit: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100, check the code, and execute it from PTX
 	$(RUN) -m curvlab_kernels.audit
+	$(RUN) -m curvlab_kernels.audit.execution
 
 gpu-check: $(STAMP)  ## on a CUDA machine: confirm what cannot be confirmed without one
 	$(RUN) -m curvlab_kernels.audit.gpu_check

@@ -11,6 +11,7 @@ from curvlab.cli.parser import parse
 GUIDE = Path(__file__).parent.parent / "curvlab" / "guide"
 # guide/distributed.md needs several processes and is tested with them
 PAGES = ["quickstart", "choosing", "memory", "certificate", "paper", "extending", "scaling"]
+PAGES += ["kernels"]
 
 
 def blocks(page, language):

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -122,31 +122,35 @@ def pieces(
 def _copied_ahead(
     slab: Slab, cuts: list[slice], device: torch.device
 ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Pieces on a CUDA device: two buffers, a copy stream, and events in both directions."""
-    copying: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    computing = torch.cuda.current_stream(device)
+    """Pieces on a device: two buffers, a copy stream, and events in both directions."""
+    copying = torch.Stream(device)
+    computing = torch.accelerator.current_stream(device)
     buffers = [_like(slab, cuts[0], device) for _ in cuts[:2]]
-    events: Any = torch.cuda.Event
-    arrived, consumed = [events() for _ in buffers], [events() for _ in buffers]
+    arrived, consumed = ([torch.Event(device) for _ in buffers] for _ in range(2))
     copying.wait_stream(computing)  # the buffers' memory may still be in use by earlier work
 
     def copy(index: int) -> None:
         which = index % 2
-        with torch.cuda.stream(copying):
+        with copying:
             if index >= 2:
                 copying.wait_event(consumed[which])
             _copy_ahead(slab, cuts[index], buffers[which])
             arrived[which].record(copying)
 
-    copy(0)
-    for index, cut in enumerate(cuts):
-        if index + 1 < len(cuts):
-            copy(index + 1)
-        which, count = index % 2, cut.stop - cut.start
-        computing.wait_event(arrived[which])
-        rows, scales = buffers[which].rows, buffers[which].scales
-        yield cut.start, rows[:count], None if scales is None else scales[:count]
-        consumed[which].record(computing)
+    try:
+        copy(0)
+        for index, cut in enumerate(cuts):
+            if index + 1 < len(cuts):
+                copy(index + 1)
+            which, count = index % 2, cut.stop - cut.start
+            computing.wait_event(arrived[which])
+            rows, scales = buffers[which].rows, buffers[which].scales
+            yield cut.start, rows[:count], None if scales is None else scales[:count]
+            consumed[which].record(computing)
+    finally:
+        # Whoever stops half-way frees the buffers under a copy: their memory is used again only
+        # after it, because later work of the computing stream waits for it.
+        computing.wait_stream(copying)
 
 
 def _like(slab: Slab, cut: slice, device: torch.device) -> Slab:

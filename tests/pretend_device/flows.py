@@ -1,0 +1,472 @@
+"""What runs on the pretend device, each beside the same on the CPU: ``python flows.py NAME ...``.
+
+Torch keeps a device for the life of a process, so flows run in a process of their own; a line of
+JSON tells what each gave. A flow returns relative errors and numbers of waits and products, which
+``test_pretend_device.py`` judges.
+"""
+
+import json
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from curvlab_kernels.audit.ptx import executed
+from torch.nn.functional import cross_entropy
+
+import curvlab
+from curvlab import learners, metrics
+from curvlab.basis import MappedFile, PinnedHost
+from curvlab.nets.kwinners import kwinners_mlp
+from curvlab.nets.powerprop import powerpropagate
+from curvlab.nets.progressive import progressive_mlp
+from curvlab.training import Schedule, learn, loop
+from tests import pretend_device
+from tests.small_problems import make_tasks, resnet, small, vit
+
+FLOWS = {}
+ARCHITECTURE = 90
+DEVICE = torch.device("cpu")  # the pretend one, once it is loaded
+
+
+def flow(function):
+    FLOWS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def data(device, samples=40):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, 6, generator=generator)
+    targets = torch.randint(3, (samples,), generator=generator)
+    return inputs.to(device), targets.to(device)
+
+
+def operator(device, kind=curvlab.Hessian, build=small, **options):
+    return kind(build(0).to(device), cross_entropy, data(device), **options)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(actual, expected):
+    """Largest difference, relative to the largest element."""
+    actual, expected = (
+        torch.as_tensor(each).detach().cpu().double() for each in (actual, expected)
+    )
+    assert actual.shape == expected.shape
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+def both(run):
+    """The flow on the CPU and on the device: the error between, and the waits of the latter."""
+    expected = run(torch.device("cpu"))
+    pretend_device.reset()
+    actual = run(DEVICE)
+    waits = sum(pretend_device.waits().values())
+    errors = [error(a, e) for a, e in zip(actual, expected, strict=True)]
+    return {"error": max(errors), "waits": waits}
+
+
+def product(kind, build=small, **options):
+    def run(device):
+        made = operator(device, kind, build, **options)
+        return [made @ random(made.n).to(device)]
+
+    return both(run)
+
+
+for _kind in ("Hessian", "GaussNewton", "FunctionalHessian", "Fisher", "EmpiricalFisher"):
+    FLOWS[f"product of {_kind}"] = lambda kind=_kind: product(getattr(curvlab, kind))
+
+
+@flow
+def product_of_a_sampled_Fisher():
+    made = operator(DEVICE, curvlab.Fisher, samples=2, seed=0)
+    return {"error": float(not torch.isfinite(made @ random(made.n).to(DEVICE)).all())}
+
+
+@flow
+def product_of_a_block_diagonal():
+    def run(device):
+        made = curvlab.BlockDiagonal(operator(device))
+        return [made @ random(made.n).to(device)]
+
+    return both(run)
+
+
+@flow
+def product_of_a_selection():
+    return product(curvlab.Hessian, select="*weight")
+
+
+@flow
+def block_of_products():
+    def run(device):
+        made = operator(device)
+        return [made @ random(5, made.n).to(device)]
+
+    return both(run)
+
+
+@flow
+def average_and_difference():
+    def run(device):
+        made = operator(device)
+        return [(curvlab.average([made, made]) + 0.5 * made) @ random(made.n).to(device)]
+
+    return both(run)
+
+
+@flow
+def projected_operator():
+    def run(device):
+        made = operator(device)
+        basis = curvlab.Basis(made.n, 6, device=device)
+        basis.extend(random(3, made.n).to(device))
+        return [made.project(basis) @ random(made.n).to(device)]
+
+    return both(run)
+
+
+@flow
+def dense_and_gradient():
+    def run(device):
+        made = operator(device)
+        return [made.dense(), made.gradient()]
+
+    return both(run)
+
+
+def images(device):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(6, 3, 32, 32, generator=generator)
+    return inputs.to(device), torch.randint(3, (6,), generator=generator).to(device)
+
+
+def image_product(build, kind):
+    def run(device):
+        made = kind(build(0).to(device).eval(), cross_entropy, images(device))
+        return [made @ random(made.n).to(device)]
+
+    return both(run)
+
+
+for _name, _build in (("ResNet", resnet), ("ViT", vit)):
+    for _kind in (curvlab.Hessian, curvlab.GaussNewton):
+        FLOWS[f"{_kind.__name__} product of a {_name}"] = lambda build=_build, kind=_kind: (
+            image_product(build, kind)
+        )
+
+
+# Solvers and estimates
+
+
+def counted(run):
+    """Waits of the host beyond those of the operator's own checks, which come once."""
+    made = operator(DEVICE)
+    made @ random(made.n).to(DEVICE)
+    _ = made.certificate
+    pretend_device.reset()
+    result = run(made)
+    return result, sum(pretend_device.waits().values())
+
+
+@flow
+def lanczos():
+    expected = curvlab.lanczos(operator(torch.device("cpu")), k=3, tol=1e-3, dense=False)
+    pairs, waits = counted(lambda made: curvlab.lanczos(made, k=3, tol=1e-3, dense=False))
+    return {
+        "error": error(pairs.values, expected.values),
+        "waits": waits,
+        "products": pairs.matvecs,
+        "converged": bool(pairs.converged.all()),
+    }
+
+
+@flow
+def lanczos_without_certification():
+    pairs, waits = counted(
+        lambda made: curvlab.lanczos(made, k=3, tol=1e-3, dense=False, certify=False)
+    )
+    return {"error": 0.0, "waits": waits, "products": pairs.matvecs}
+
+
+@flow
+def lanczos_by_the_dense_path():
+    def run(device):
+        return [curvlab.lanczos(operator(device), k=3, tol=1e-3).values]
+
+    return both(run)
+
+
+@flow
+def lanczos_deflated():
+    def run(device):
+        made = operator(device)
+        basis = curvlab.Basis(made.n, 6, device=device)
+        basis.extend(curvlab.lanczos(made, k=2, tol=1e-4, dense=False).vectors)
+        return [curvlab.lanczos(made, k=2, tol=1e-3, dense=False, deflate=basis).values]
+
+    return both(run)
+
+
+@flow
+def lanczos_with_a_checkpoint():
+    def run(device):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "solve.safetensors"
+            options = {"k": 2, "tol": 1e-3, "dense": False}
+            pairs = curvlab.lanczos(operator(device), **options, checkpoint=path)
+            again = curvlab.lanczos(operator(device), **options, v0=pairs.vectors)
+        return [pairs.values, again.values]
+
+    return both(run)
+
+
+@flow
+def block_lanczos():
+    def run(device):
+        return [curvlab.block_lanczos(operator(device), k=3, tol=1e-3).values]
+
+    return both(run)
+
+
+@flow
+def density():
+    result, waits = counted(lambda made: curvlab.spectral_density(made, probes=2, steps=10, seed=0))
+    assert result is not None
+    return {"error": 0.0, "waits": waits, "products": 20}
+
+
+@flow
+def power_iteration():
+    made = operator(torch.device("cpu"))
+    expected = curvlab.power_iteration(made, k=1, tol=1e-2, seed=0)
+    pairs, waits = counted(lambda made: curvlab.power_iteration(made, k=1, tol=1e-2, seed=0))
+    return {
+        "error": error(pairs.values, expected.values),
+        "waits": waits,
+        "products": pairs.matvecs,
+    }
+
+
+@flow
+def energy():
+    curvlab.spectral_energy(operator(DEVICE), 0.3)
+    return {"error": 0.0}
+
+
+@flow
+def trace_and_diagonal():
+    made = operator(DEVICE)
+    curvlab.trace(made, seed=0)
+    curvlab.diagonal(made, seed=0)
+    return {"error": 0.0}
+
+
+@flow
+def tracker_and_metrics():
+    made = operator(DEVICE)
+    curvlab.SpectrumTracker(k=2).update(made, step=0)
+    metrics.block_diagonality(made, torch.arange(made.n) % 3)
+    curvlab.to_scipy(made) @ random(made.n).numpy()
+    return {"error": 0.0}
+
+
+# The memory
+
+
+def memory(device, dtype, tier=None):
+    n = 300
+    extra = {} if tier is None else {"tier": tier}
+    basis = curvlab.Basis(n, 8, dtype=dtype, device=device, **extra)
+    basis.extend(random(5, n).to(device))
+    gradient = random(n, seed=1).to(device)
+    basis.project_out_(gradient)
+    pieces = [random(100, seed=2).to(device), random(200, seed=3).to(device)]
+    basis.project_out_(pieces)
+    with tempfile.TemporaryDirectory() as folder:
+        basis.save(Path(folder) / "basis.safetensors")
+        again = curvlab.Basis.load(Path(folder) / "basis.safetensors", device=device)
+    if dtype != torch.float8_e5m2:  # float8 rows times float64 vectors do not compile yet
+        basis.orthogonality(recompute=True)
+    return [gradient, *pieces, again.coefficients(random(n, seed=4).to(device))]
+
+
+for _dtype in (torch.float32, torch.float16, torch.int8, torch.float8_e5m2):
+    FLOWS[f"basis of {str(_dtype)[6:]}"] = lambda dtype=_dtype: both(
+        lambda device: memory(device, dtype)
+    )
+
+
+@flow
+def basis_in_host_memory():
+    return both(lambda device: memory(device, torch.float32, PinnedHost()))
+
+
+@flow
+def basis_in_a_mapped_file():
+    def run(device):
+        with tempfile.TemporaryDirectory() as folder:
+            return memory(device, torch.float32, MappedFile(folder))
+
+    return both(run)
+
+
+@flow
+def protected_optimizer():
+    def run(device):
+        model = small(0).to(device)
+        n = curvlab.parameter_count(model)
+        basis = curvlab.Basis(n, 4, device=device)
+        basis.extend(random(3, n).to(device))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        curvlab.protect(optimizer, basis, model)
+        inputs, targets = data(device)
+        for step in range(3):
+            if step == 1 and device.type != "cpu":
+                pretend_device.reset()
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        return [curvlab.parameter_vector(model)]
+
+    return both(run) | {"steps": 2}
+
+
+# Learners
+
+
+def training(learner, build=small, checkpoint=False, **options):
+    """Two runs side by side on two tasks: parameters, and waits of the host within steps."""
+    waits = steps = 0
+    take_step = loop.take_step
+
+    def watched(*arguments, **named):
+        nonlocal waits, steps
+        before = sum(pretend_device.waits().values())
+        result = take_step(*arguments, **named)
+        waits += sum(pretend_device.waits().values()) - before
+        steps += 1
+        return result
+
+    def run(device):
+        with tempfile.TemporaryDirectory() as folder:
+            every = {"checkpoint": Path(folder) / "run", "checkpoint_every": 2}
+            runs = learn(
+                [build(seed).to(device) for seed in (1, 2)],
+                make_tasks(2),
+                learner(),
+                Schedule(0.1, epochs=1),
+                seeds=(1, 2),
+                progress=False,
+                **(every if checkpoint else {}),
+                **options,
+            )
+        return [run.snapshots for run in runs]
+
+    loop.take_step = watched
+    try:
+        result = both(run)
+    finally:
+        loop.take_step = take_step
+    return result | {"waits": waits, "steps": steps}
+
+
+LEARNERS = {
+    "SGD": lambda: learners.SGD(),
+    "SGDDagger": lambda: learners.SGDDagger(k=2, samples=20, tol=1e-5),
+    "SGDDagger in float16": lambda: learners.SGDDagger(
+        k=2, samples=20, tol=1e-5, storage=torch.float16
+    ),
+    "SGDDagger by energy": lambda: learners.SGDDagger(epsilon=0.5, samples=20, tol=1e-5),
+    "OGD": lambda: learners.OGD(samples=20),
+    "GPM": lambda: learners.GPM(samples=20, bias="augmented"),
+    "EWC": lambda: learners.EWC(samples=20),
+    "PackNet": lambda: learners.PackNet(),
+    "SpaceNet": lambda: learners.SpaceNet((4, 4), (2, 2), (10, 10, 10)),
+}
+for _name, _learner in LEARNERS.items():
+    FLOWS[f"training with {_name}"] = lambda learner=_learner: training(learner)
+
+
+@flow
+def training_with_Powerpropagation():
+    build = lambda seed: powerpropagate(small(seed))  # noqa: E731
+    return training(learners.Powerpropagation, build)
+
+
+@flow
+def training_with_Progressive():
+    build = lambda seed: progressive_mlp((6, 8, 7, 3), tasks=2, seed=seed)  # noqa: E731
+    return training(learners.Progressive, build)
+
+
+@flow
+def training_with_HeterogeneousDropout():
+    build = lambda seed: kwinners_mlp((6, 8, 7, 3), seed=seed)  # noqa: E731
+    return training(lambda: learners.HeterogeneousDropout(learners.SGD()), build)
+
+
+@flow
+def training_with_momentum_and_checkpoints():
+    options = {"momentum": 0.9, "weight_decay": 0.01, "checkpoint": True}
+    return training(LEARNERS["SGDDagger"], **options)
+
+
+@flow
+def mixing_devices():
+    """What a GPU would refuse, and what it would make the host wait for."""
+
+    def attempt(run):
+        try:
+            run()
+        except RuntimeError as refusal:
+            return "raised" if "Expected" in str(refusal) else str(refusal)
+        return "nothing"
+
+    here, there = torch.ones(3), torch.ones(3).to(DEVICE)
+    result = {
+        "error": 0.0,
+        "mixed": attempt(lambda: here + there),
+        "generator": attempt(lambda: there.normal_(generator=torch.Generator())),
+    }
+    pretend_device.reset()
+    there.sum().item()
+    there.cpu()
+    (there > 0).nonzero()
+    there.add_(1.0)
+    return result | {"counts": dict(pretend_device.waits())}
+
+
+def main(names):
+    global DEVICE
+    DEVICE = pretend_device.device()
+    pretend_device.treat_as_gpu()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # which also fills torch.empty with NaN
+    with executed(ARCHITECTURE, races=False) as reports:
+        for name in names:
+            reports.clear()
+            pretend_device.reset()
+            begun, result = time.process_time(), {}
+            try:
+                result = dict(FLOWS[name]())
+                result["failure"] = ""
+            except Exception:
+                result["failure"] = traceback.format_exc()[-3000:]
+            result |= {
+                "name": name,
+                "kernels": len(reports),
+                "launches": sum(pretend_device.launches().values()),
+                "where": dict(pretend_device.waits()),
+                "seconds": time.process_time() - begun,
+            }
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(FLOWS))

@@ -1,0 +1,120 @@
+"""curvlab end to end on a pretend GPU: devices are never mixed, and how often the host waits.
+
+Every flow runs beside the same on the CPU, with each kernel launch executed from its compiled PTX.
+The device is built with a C++ compiler; without one these tests are skipped by name.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import pretend_device
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(
+        pretend_device.compiler() is None, reason="the pretend device needs g++ or clang++"
+    ),
+]
+FLOWS = Path(pretend_device.__file__).parent / "flows.py"
+ROOT = FLOWS.parent.parent.parent
+TOLERANCE = 1e-5  # float32 on both sides, summed in another order
+PROCESSES = 2
+
+
+def start(names):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, str(FLOWS), *names],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+SLOW = ("SGDDagger by energy", "SGDDagger in float16")  # several solves each
+
+
+def names(kind=""):
+    from tests.pretend_device.flows import FLOWS
+
+    return [
+        pytest.param(name, marks=pytest.mark.slow if name.endswith(SLOW) else ())
+        for name in FLOWS
+        if name.startswith(kind)
+    ]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request):
+    """What the selected flows gave, by name."""
+    wanted = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    pretend_device.build()
+    found = {}
+    for process in [start(wanted[first::PROCESSES]) for first in range(PROCESSES)]:
+        output, errors = process.communicate(timeout=600)
+        for line in output.splitlines():
+            outcome = json.loads(line)
+            found[outcome["name"]] = outcome
+        found["died"] = found.get("died", "") + (errors[-3000:] if process.returncode else "")
+    return found
+
+
+def outcome(outcomes, name):
+    assert name in outcomes, f"the process died before this flow:\n{outcomes['died']}"
+    assert not outcomes[name]["failure"], outcomes[name]["failure"]
+    return outcomes[name]
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_flow_gives_on_the_device_what_it_gives_on_the_cpu(name, outcomes):
+    assert outcome(outcomes, name)["error"] <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", names("training"))
+def test_no_training_step_waits_for_the_device(name, outcomes):
+    result = outcome(outcomes, name)
+    assert result["steps"] == 20  # ten on the CPU, ten on the device
+    # PackNet prunes in the middle of a task: once for each of two tasks, two runs, three layers.
+    prunes = name.endswith(("PackNet", "Powerpropagation"))
+    assert result["waits"] == (12 if prunes else 0)
+
+
+@pytest.mark.parametrize("name", ["protected optimizer"])
+def test_no_step_of_a_protected_optimizer_waits_for_the_device(name, outcomes):
+    assert outcome(outcomes, name)["waits"] == 0
+
+
+# Waits of a whole call: so many for each product, and a few at the beginning and the end. A Lanczos
+# step waits once by itself, to see whether it has to be repeated.
+@pytest.mark.parametrize(
+    ("name", "per_product"),
+    [
+        ("power iteration", 1),
+        ("density", 2),
+        ("lanczos", 1),
+        ("lanczos without certification", 1),
+    ],
+)
+def test_an_estimate_waits_seldom(name, per_product, outcomes):
+    result = outcome(outcomes, name)
+    assert result["waits"] <= per_product * result["products"] + 5, result["where"]
+
+
+@pytest.mark.parametrize("name", ["mixing devices"])
+def test_mixing_devices_raises_and_waits_are_counted(name, outcomes):
+    """The device itself: without this, that the flows pass would mean nothing."""
+    result = outcome(outcomes, name)
+    assert result["mixed"] == "raised"
+    assert result["generator"] == "raised"
+    assert result["counts"] == {"item": 1, "copy to the host": 1, "aten::nonzero": 1}
