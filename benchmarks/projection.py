@@ -38,7 +38,7 @@ from benchmarks.projection_contenders import (
     torch_rows,
 )
 from benchmarks.projection_picture import Point, draw_roofline
-from benchmarks.projection_steps import step_overheads, vit_projection
+from benchmarks.projection_steps import around_the_kernel, step_overheads, vit_projection
 from curvlab.basis import basis_bytes, largest_basis
 
 SUBJECT = "projection"
@@ -233,6 +233,7 @@ def run(
                 print()
             if not whole:
                 return rows
+            rows += _around(sweep, threads)
             rows += _overheads(sweep, threads)
             rows += _largest(sweep, threads, folder)
     print_sizes(*sweep.vit)
@@ -240,6 +241,15 @@ def run(
     draw_roofline(
         out / "projection.png", points, hardware.bandwidth, hardware.peak, environment(threads)
     )
+    return rows
+
+
+def _around(sweep: Sweep, threads: int) -> list[Row]:
+    rows = []
+    for size, ratio in around_the_kernel(sweep.rounds, threads, sweep.shortest):
+        name, unit = "Basis.project_out_", "x the bare kernel"
+        rows.append(row(SUBJECT, name, "around the kernel", unit, size, ratio, threads=threads))
+        print(f"{name}, {size}: {ratio.p50:.2f} ({ratio.p20:.2f}-{ratio.p80:.2f}) {unit}")
     return rows
 
 

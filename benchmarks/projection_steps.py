@@ -1,10 +1,12 @@
 """The projection in its place: its share of a training step, and the paper's largest memory."""
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
+from curvlab_kernels import _cpu
 from curvlab_kernels.formats import BLOCK, padded
 from torch import nn
 
@@ -14,6 +16,7 @@ from curvlab.basis import Basis, MappedFile, Tier
 from curvlab.rows.sizes import row_bytes
 
 BATCH = 10  # the paper's
+SMALL = ((1_000, 10), (18_010, 20))  # where a call costs as much as what it computes
 
 
 def step_overheads(
@@ -38,6 +41,31 @@ def step_overheads(
             )
             share = per_round_ratio(seconds["projection"], seconds["step"])
             yield network.shown, str(dtype).removeprefix("torch."), quantiles(share)
+
+
+def around_the_kernel(
+    rounds: int, threads: int, shortest: float
+) -> Iterator[tuple[str, Quantiles]]:
+    """Size, and the time of ``Basis.project_out_`` in units of the bare kernel on the same rows."""
+    for n, m in SMALL:
+        # Orthonormal: against others a vector projected again and again ends in denormal numbers.
+        generator = torch.Generator().manual_seed(2)
+        basis, vector = Basis(n, m), torch.randn(n, generator=generator)
+        basis.extend(torch.randn(m, n, generator=generator))
+        assert basis.whole is not None
+        rows = basis.whole[0]
+        seconds = interleave(
+            {
+                "kernel": partial(_cpu.project_, rows, vector),
+                "basis": partial(basis.project_out_, vector),
+            },
+            rounds=4 * rounds,
+            warmup=10,
+            threads=threads,
+            shortest=shortest,
+            clock=time.process_time,  # of one thread at these sizes; a few us are lost to a neighbour
+        )
+        yield f"P={n} m={m}", quantiles(per_round_ratio(seconds["basis"], seconds["kernel"]))
 
 
 def _step(network: Network, parameters: list[nn.Parameter]) -> Callable[[], None]:

@@ -107,6 +107,7 @@ SECTIONS: dict[str, Section] = {
             _each("What is left in the span", "projection", ("leak", "|Qg'|/|g'|")),
             _each("Bandwidth, share of STREAM read", "projection", ("bandwidth", "of STREAM read")),
             _each("Share of a training step", "projection", ("overhead", "training steps")),
+            _each("Around the kernel", "projection", ("around the kernel", "x the bare kernel")),
         ),
     ),
     "energy": Section(

@@ -123,6 +123,11 @@ def _projection() -> list[Target]:
         figure = Figure("projection", f"curvlab {dtype}", "leak", "|Qg'|/|g'|", where)
         what = f"Projection, {dtype} rows, what is left in the span"
         found.append(Target("projection", what, AT_MOST, limit, "of the vector", figure))
+    for size, limit in (("P=1000 m=10", 1.15), ("P=18010 m=20", 1.05)):
+        unit = "x the bare kernel"
+        figure = Figure("projection", "Basis.project_out_", "around the kernel", unit, (size,))
+        what = f"Basis.project_out_ around its kernel, {size}"
+        found.append(Target("projection", what, AT_MOST, limit, unit, figure))
     norm = Figure("append", "curvlab", "norm error", "relative", ("n=12400000",))
     angles = tuple(f"condition {c}" for c in ("1e2", "1e4", "1e6"))
     append = Figure("append", "curvlab", "orthogonality", "largest |Q Q' - I|", angles)

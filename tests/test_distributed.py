@@ -17,10 +17,12 @@ from curvlab.basis import Basis
 from curvlab.distributed import DataParallel, Sharded, Shards, launch, shard_width
 from curvlab.eigen import Certify, Room, block_lanczos, lanczos, spectral_energy
 from curvlab.operators import Dense, EmpiricalFisher, FromFunction, GaussNewton, Hessian
+from curvlab.protection import protect
 
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+SAME = ("rows", "gram", "coefficients", "step", "projection", "protected step", "leak")
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 SIZES = [(1, 0), (7, 1), (64, 3), (65, 3), (128, 1), (1000, 17), (4097, 5)]  # n, rows
 
@@ -243,6 +245,15 @@ def bases(group):
         for parameter, gradient in zip(projected, gradients, strict=True):
             parameter.grad = gradient.clone()
         ours.project_gradients_(projected)
+        steps = []
+        for basis in (whole, ours):
+            moving = [nn.Parameter(p.clone()) for p in copies]
+            optimizer = torch.optim.SGD(moving, lr=0.1, weight_decay=0.1)
+            protect(optimizer, basis, gradients=True)
+            for parameter, gradient in zip(moving, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+            steps.append(torch.cat([p.detach().flatten() for p in moving]))
         whole.project_out_(gradients)
         found[str(dtype)] = {
             "dtype": working,
@@ -255,6 +266,7 @@ def bases(group):
                 torch.cat([p.grad.flatten() for p in projected]),
                 torch.cat([g.flatten() for g in gradients]),
             ),
+            "protected step": distance(*steps),
             "leak": float((ours.leak(space.take(vectors)) - whole.leak(vectors)).abs().max()),
             "angles": float(ours.principal_angles(ours).max()),
             "certified": ours.orthogonality(recompute=True).passed,
@@ -342,7 +354,7 @@ def test_a_sharded_basis_projects_and_steps_like_a_whole_one(ranks):
     for name, found in everyone[0].items():
         # a last bit may fall on either side where rows are rounded for storage
         tolerance = {"torch.float16": 2e-4, "torch.int8": 2e-3}.get(name, TOLERANCE[found["dtype"]])
-        for figure in ("rows", "gram", "coefficients", "step", "projection", "leak"):
+        for figure in SAME:
             assert found[figure] <= tolerance, (name, figure)
         assert found["kept"], name
         assert found["certified"], name
