@@ -63,7 +63,7 @@ def around_the_kernel(
             warmup=10,
             threads=threads,
             shortest=shortest,
-            clock=time.process_time,  # of one thread at these sizes; a few us are lost to a neighbour
+            clock=time.process_time,  # one thread at these sizes, and no neighbours
         )
         yield f"P={n} m={m}", quantiles(per_round_ratio(seconds["basis"], seconds["kernel"]))
 
