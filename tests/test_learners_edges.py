@@ -136,6 +136,24 @@ def test_nan_in_training_data_is_named_as_such():
         learn(small(1), tasks, SGD(), Schedule(0.1), seeds=1)
 
 
+def test_an_error_for_want_of_memory_says_what_to_reduce():
+    class Greedy(SGD):
+        def transform_(self, population):
+            population.gradients.new_empty(1 << 58)
+
+    with pytest.raises(RuntimeError) as caught:
+        learn(small(1), make_tasks(1), Greedy(), Schedule(0.1), seeds=1)
+    assert "fewer seeds side by side, lower batch_size=10" in caught.value.__notes__[0]
+
+    class Wrong(SGD):
+        def transform_(self, population):
+            population.gradients @ population.gradients
+
+    with pytest.raises(RuntimeError) as caught:
+        learn(small(1), make_tasks(1), Wrong(), Schedule(0.1), seeds=1)
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_ewc_that_diverges_names_its_bound():
     with pytest.raises(FloatingPointError, match=r"lr \* strength \* max F < 2"):
         learn(small(1), make_tasks(2), EWC(1e9), Schedule(0.1, epochs=40), seeds=1)

@@ -17,6 +17,7 @@ from curvlab.learners.statistics import BatchNormPolicy
 from curvlab.tasks.samples import Samples, Task
 from curvlab.training.batches import seed_batches, steps_per_epoch
 from curvlab.training.branch import check_branch
+from curvlab.training.checks import advice_on_memory, check
 from curvlab.training.evaluate import Evaluation
 from curvlab.training.interrupt import StopRequest, deferred_interrupt
 from curvlab.training.progress import Progress
@@ -80,7 +81,7 @@ def learn(
     """
     population = _population(models, seeds, batchnorm)
     evaluation = Evaluation() if evaluation is None else evaluation
-    _check(population, tasks, learner, batch_size, momentum, weight_decay, checkpoint_every)
+    check(population, tasks, learner, batch_size, momentum, weight_decay, checkpoint_every)
     if (first is not None or not after_last) and not learner.serves_later_tasks:
         raise ValueError(
             f"first= and after_last=False are for learners that train the first task as SGD does "
@@ -115,9 +116,10 @@ def learn(
     if first is not None and (record.task, record.step) == (0, 0):
         loop.adopt(first, config, tasks[0])
     for index in range(record.task, len(tasks)):
-        loop.train(index, tasks[index], bar, checkpoint_every)
         final = index == len(tasks) - 1 and not after_last
-        loop.consolidate(index, tasks, evaluation, snapshots, remember=not final)
+        with advice_on_memory(population, learner, batch_size):
+            loop.train(index, tasks[index], bar, checkpoint_every)
+            loop.consolidate(index, tasks, evaluation, snapshots, remember=not final)
         bar.end(_summary(record, index))
     return record.runs(population, learner, config | {"data": data_digest(tasks)})
 
@@ -282,47 +284,6 @@ def _population(
     else:
         made = list(models)
     return population_of(made, chosen, batchnorm=batchnorm)
-
-
-def _check(
-    population: Population,
-    tasks: Sequence[Task],
-    learner: Learner,
-    batch_size: int,
-    momentum: float,
-    weight_decay: float,
-    every: int | None,
-) -> None:
-    if not tasks:
-        raise ValueError("learn needs at least one task")
-    if learner.notes:
-        raise ValueError(
-            f"this {type(learner).__name__} already holds the memory of "
-            f"{len(learner.notes)} tasks: make a new one for new runs"
-        )
-    if batch_size < 1 or (every is not None and every < 1):
-        raise ValueError(
-            f"batch_size= and checkpoint_every= must be at least 1; got {batch_size} and {every}"
-        )
-    if not 0.0 <= momentum < 1.0 or weight_decay < 0.0:
-        raise ValueError(
-            f"momentum= must lie in [0, 1) and weight_decay= be at least 0; got {momentum} and "
-            f"{weight_decay}"
-        )
-    for task in tasks:
-        for part, samples in (("train", task.train), ("test", task.test)):
-            flawed = (~samples.inputs.isfinite()).flatten(1).any(1).nonzero().flatten()
-            if len(flawed):
-                raise ValueError(
-                    f"{len(flawed)} {part} samples of task {task.name!r} hold NaN or infinity, the "
-                    f"first is number {int(flawed[0])}: clean the data"
-                )
-    learner.expect(len(tasks))
-    one = tasks[0].train[:1].to(population.device, population.dtype)
-    outputs = population.logits(one.inputs, 0).shape[-1]
-    classes = max(task.classes for task in tasks)
-    if outputs < classes:
-        raise ValueError(f"the tasks have {classes} classes, but the model only {outputs} outputs")
 
 
 def _summary(record: Record, index: int) -> str:

@@ -1,0 +1,69 @@
+"""What can be wrong before training, and what to reduce if memory runs out in it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from curvlab.learners import Learner, Population
+from curvlab.tasks.samples import Task
+
+
+def check(
+    population: Population,
+    tasks: Sequence[Task],
+    learner: Learner,
+    batch_size: int,
+    momentum: float,
+    weight_decay: float,
+    every: int | None,
+) -> None:
+    """Refuse arguments of :func:`~curvlab.training.learn` that cannot be meant."""
+    if not tasks:
+        raise ValueError("learn needs at least one task")
+    if learner.notes:
+        raise ValueError(
+            f"this {type(learner).__name__} already holds the memory of "
+            f"{len(learner.notes)} tasks: make a new one for new runs"
+        )
+    if batch_size < 1 or (every is not None and every < 1):
+        raise ValueError(
+            f"batch_size= and checkpoint_every= must be at least 1; got {batch_size} and {every}"
+        )
+    if not 0.0 <= momentum < 1.0 or weight_decay < 0.0:
+        raise ValueError(
+            f"momentum= must lie in [0, 1) and weight_decay= be at least 0; got {momentum} and "
+            f"{weight_decay}"
+        )
+    for task in tasks:
+        for part, samples in (("train", task.train), ("test", task.test)):
+            flawed = (~samples.inputs.isfinite()).flatten(1).any(1).nonzero().flatten()
+            if len(flawed):
+                raise ValueError(
+                    f"{len(flawed)} {part} samples of task {task.name!r} hold NaN or infinity, the "
+                    f"first is number {int(flawed[0])}: clean the data"
+                )
+    learner.expect(len(tasks))
+    one = tasks[0].train[:1].to(population.device, population.dtype)
+    outputs = population.logits(one.inputs, 0).shape[-1]
+    classes = max(task.classes for task in tasks)
+    if outputs < classes:
+        raise ValueError(f"the tasks have {classes} classes, but the model only {outputs} outputs")
+
+
+@contextmanager
+def advice_on_memory(population: Population, learner: Learner, batch_size: int) -> Iterator[None]:
+    """Add to an error for want of memory what there is to reduce."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # on a CPU, PyTorch has no class of its own for it
+        wanting = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if wanting or "can't allocate memory" in str(error):
+            error.add_note(
+                f"while training {population.size} seeds of {population.n} parameters with "
+                f"{type(learner).__name__}: train fewer seeds side by side, lower "
+                f"batch_size={batch_size}, or have the learner keep less (its settings: "
+                f"{learner.config()})"
+            )
+        raise
