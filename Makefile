@@ -48,6 +48,7 @@ audit: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100, check the 
 
 gpu-check: $(STAMP)  ## on a CUDA machine: confirm what cannot be confirmed without one
 	$(RUN) -m curvlab_kernels.audit.gpu_check
+	$(RUN) -m pytest -m gpu tests/test_gpu_check.py -k flow
 
 clean:  ## remove .venv and what runs wrote
 	rm -rf $(VENV) demo results .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
