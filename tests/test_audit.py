@@ -15,6 +15,7 @@ from curvlab_kernels.audit.address import address_errors  # noqa: E402
 from curvlab_kernels.audit.cases import FAR, cases  # noqa: E402
 from curvlab_kernels.audit.machine_code import addresses, basis_loads, compile_launch, key  # noqa: E402
 from curvlab_kernels.audit.model import traffic  # noqa: E402
+from curvlab_kernels.checks import check_capability  # noqa: E402
 
 pytestmark = pytest.mark.aot
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
@@ -174,3 +175,19 @@ def test_a_failure_is_counted_and_explained(capsys, monkeypatch):
 def test_the_whole_audit_passes(capsys):
     assert report.main([]) == 0
     assert "0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
+def test_float8_rows_compile_with_float64_vectors(dtype):
+    (case,) = (c for c in cases(5000, 9, (dtype,)) if c.name == "project, float64 vectors")
+    for launch in case.launches():
+        assert compile_launch(launch, 90).errors() == []
+
+
+def test_a_dtype_that_a_gpu_lacks_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"float8_e4m3fn needs .* 8\.9; this one has 8\.0"):
+        check_capability(torch.float8_e4m3fn, (8, 0))
+    check_capability(torch.float8_e4m3fn, (8, 9))
+    check_capability(torch.float8_e5m2, (8, 0))
+    assert not report.available(torch.float8_e4m3fn, 80)
+    assert report.available(torch.float8_e4m3fn, 100)

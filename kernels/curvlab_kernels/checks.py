@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvlab_kernels.formats import BLOCK, LEVELS, PADDING
+from curvlab_kernels.formats import BLOCK, LEAST_CAPABILITY, LEVELS, PADDING
 
 STORAGE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, *LEVELS)
 WORKING = (torch.float32, torch.float64)
@@ -22,6 +22,8 @@ def check_basis(rows: Tensor, factor: Tensor | None, scales: Tensor | None) -> N
         raise TypeError(f"rows must be one of {_names(STORAGE)}; got {rows.dtype}")
     if rows.device.type not in ("cpu", "cuda"):
         raise ValueError(f"there are kernels for cpu and cuda; rows are on {rows.device}")
+    if rows.is_cuda and rows.dtype in LEAST_CAPABILITY:
+        check_capability(rows.dtype, torch.cuda.get_device_capability(rows.device))
     m, ld = rows.shape
     if rows.dtype in LEVELS:
         if scales is None:
@@ -42,6 +44,16 @@ def check_basis(rows: Tensor, factor: Tensor | None, scales: Tensor | None) -> N
         raise ValueError(
             f"factor must be the float64 Cholesky factor ({m}, {m}) of the rows' Gram matrix on "
             f"{rows.device}; got {factor.dtype}, {tuple(factor.shape)} on {factor.device}"
+        )
+
+
+def check_capability(dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """That a GPU of this compute capability can read ``dtype``."""
+    least = LEAST_CAPABILITY.get(dtype, (8, 0))
+    if capability < least:
+        raise TypeError(
+            f"{dtype} needs a GPU of compute capability {least[0]}.{least[1]}; this one has "
+            f"{capability[0]}.{capability[1]}. Store the basis as int8 or float8_e5m2"
         )
 
 

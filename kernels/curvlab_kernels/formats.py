@@ -10,6 +10,9 @@ PADDING = 16  # row lengths are multiples of this, so that 128-bit loads stay al
 # Largest code of each dtype that is stored with scales.
 LEVELS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
+# CUDA compute capability with which a GPU begins to convert a dtype, where that is not 8.0.
+LEAST_CAPABILITY = {torch.float8_e4m3fn: (8, 9)}
+
 # Four times the norm that rounding to a dtype takes from, or adds to, a vector of norm one: what is
 # left of a vector after removal of its own rounded copy is smaller than this.
 ROUNDING = {

@@ -12,19 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
+from curvlab_kernels.checks import STORAGE
+from curvlab_kernels.formats import LEAST_CAPABILITY
+
 SCALE_BLOCK = 64  # columns that share a scale
 THREADS = 128  # of a program with four warps
 VECTORS = 4  # of a block that a program takes at once
 
-# What a device can read: e4m3 has no conversion before compute capability 8.9.
-_EVERYWHERE = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8)
-
 
 def storage_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """The dtypes of bases that the kernels can read on a CUDA ``device``."""
-    if torch.cuda.get_device_capability(device) >= (8, 9):
-        return (*_EVERYWHERE, torch.float8_e5m2, torch.float8_e4m3fn)
-    return (*_EVERYWHERE, torch.float8_e5m2)
+    capability = torch.cuda.get_device_capability(device)
+    return tuple(d for d in STORAGE if capability >= LEAST_CAPABILITY.get(d, (8, 0)))
 
 
 def work_dtype(vectors: torch.Tensor, rows: torch.Tensor) -> tl.dtype:
@@ -60,6 +59,14 @@ def combination_shape(dtype: torch.dtype, vectors: int, work: tl.dtype) -> tuple
 
 
 @triton.jit
+def widened(codes, WORK: tl.constexpr):
+    """Stored codes as WORK; through float32, because no GPU converts float8 to float64 at once."""
+    if codes.dtype.primitive_bitwidth < 32:
+        codes = codes.to(tl.float32)
+    return codes.to(WORK)
+
+
+@triton.jit
 def load_rows(
     rows,
     scales,
@@ -79,10 +86,10 @@ def load_rows(
     pointers = rows + (row * ld + start)[:, None] + lane[None, :]
     if MASKED:
         inside = present[:, None] & (start + lane < ld)[None, :]
-        tile = tl.load(pointers, mask=inside, other=0.0).to(WORK)
+        tile = widened(tl.load(pointers, mask=inside, other=0.0), WORK)
         tile = tl.where((start + lane < n)[None, :], tile, 0.0)
     else:
-        tile = tl.load(pointers, mask=present[:, None], other=0.0).to(WORK)
+        tile = widened(tl.load(pointers, mask=present[:, None], other=0.0), WORK)
     if SCALED:
         BLOCKS: tl.constexpr = BLOCK // 64
         ROWS: tl.constexpr = row.shape[0]

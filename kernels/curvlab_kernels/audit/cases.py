@@ -101,7 +101,9 @@ def _projection(n: int, m: int, dtype: torch.dtype) -> list[Case]:
     wide = Problem(LONG, 400, dtype, vectors)  # a list of FAR columns would need a large index
     few, far_few = Problem(n, 5, dtype, vectors), Problem(FAR, 5, dtype, vectors)
     few_long = Problem(2**29 + 3, 5, dtype, vectors)  # 2.7e9 elements
+    double, far_double = (Problem(p.n, p.m, dtype, torch.float64) for p in (long, far))
     return [
+        Case("project, float64 vectors", double, far_double, lambda p: _project(p), 2, 3),
         Case("project", long, far, lambda p: _project(p), 2, 3),
         Case("project, short", short, tall, lambda p: _project(p), 2, 3),
         Case("project, 16 vectors", long, far, lambda p: _project(p, 16), 2, 48),

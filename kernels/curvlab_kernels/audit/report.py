@@ -31,6 +31,7 @@ from curvlab_kernels.audit.machine_code import (
     signature,
 )
 from curvlab_kernels.audit.model import BANDWIDTH, in_flight, traffic
+from curvlab_kernels.formats import LEAST_CAPABILITY
 
 ARCHITECTURES = (80, 90, 100)
 QUICK = ("project", "SGD step", "orthonormalise, 100 rows")
@@ -61,8 +62,8 @@ class Finding:
 
 
 def available(dtype: torch.dtype, architecture: int) -> bool:
-    """Whether the architecture can read the dtype: e4m3 begins with compute capability 8.9."""
-    return dtype != torch.float8_e4m3fn or architecture >= 89
+    """Whether the architecture can read the dtype."""
+    return divmod(architecture, 10) >= LEAST_CAPABILITY.get(dtype, (8, 0))
 
 
 def audit(chosen: Iterable[Case], architectures: Sequence[int]) -> Iterator[Finding]:
