@@ -129,7 +129,7 @@ EXPERIMENT = Experiment(
     cost={
         "demo": "about 3 min, shared with tab:other-arch",
         "scaled": "20 min on 2 cores, shared with tab:other-arch",
-        "few": "about 40 min a seed on one core: the ResNet alone",
+        "few": "about 1 h a seed on one core: the ResNet alone",
         "full": "about 6 h on one A100, --device cuda (estimate, not run)",
     },
 )

@@ -166,7 +166,9 @@ def figure(config: Comparison, metrics: BySeed, path: Path) -> None:
         axis.axhline(0.0, color="0.7", lw=0.8)
         axis.set(title=f"{'high' if rate == HIGH else 'low'} learning rate", xlabel="task t")
         axis.set(xticks=list(steps), ylabel="average forgetting E(t), accuracy")
-    axes[1].sharey(axes[0])  # one scale: the rates are to be compared
+    ends = [end for axis in axes for end in axis.get_ylim()]
+    for axis in axes:  # one scale: the rates are to be compared
+        axis.set_ylim(min(ends), max(ends))
     legend(axes[-1])
     save(plots, path)
 

@@ -28,7 +28,7 @@ RATES = (LOW, HIGH)
 
 @dataclass(frozen=True)
 class Only:
-    """A learner that is trained for some seeds only at a rate, being dear there."""
+    """A learner that is trained for some seeds only at a rate, because it takes long there."""
 
     learner: str
     rate: str

@@ -34,7 +34,7 @@ def cut(n: int, width: int) -> list[slice]:
 
 def hooked(part: object) -> bool:
     """Whether products of ``part`` end in a backward pass to the parameters."""
-    return isinstance(part, Curvature) and part.engine.startswith(("retained", "rebuilt"))
+    return isinstance(part, Curvature) and part.ends_in_backward
 
 
 class Overlap:

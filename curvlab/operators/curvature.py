@@ -139,6 +139,11 @@ class Curvature(Operator):
         chunks = len(self.problem.chunks)
         return f"{self._engine}, {chunks} chunk(s), {min(self._keep, chunks)} kept"
 
+    @property
+    def ends_in_backward(self) -> bool:
+        """Whether products end in a backward pass of autograd to the parameters."""
+        return self._engine in ("retained", "rebuilt")
+
     def gradient(self) -> Tensor:
         """The gradient of the objective on the same data, ``(n,)``."""
         if self._engine != "blockwise":
