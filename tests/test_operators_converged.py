@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from curvlab import EmpiricalFisher, FunctionalHessian, GaussNewton, Hessian
-from curvlab.operators.accurate import Accurate
 from curvlab.operators.curvature import Curvature
+from curvlab.operators.functions import Replaced
 from curvlab.probe import OperatorError
 
 LOSSES = (1e-1, 1e-4, 1e-8, 1e-12)
@@ -35,7 +35,7 @@ def fitted(loss: float, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
             middle = (low + high) / 2
             for parameter, value in zip(net[2].parameters(), start, strict=True):
                 parameter.copy_(value * middle)
-            with Accurate():
+            with Replaced():
                 over = float(cross_entropy(net(inputs), targets)) > loss
             low, high = (middle, high) if over else (low, middle)
     return net.to(dtype), inputs.to(dtype), targets
@@ -197,7 +197,7 @@ def test_the_accurate_losses_are_torchs_own_functions(form: str, scale: float) -
     logits *= scale
 
     def accurate(z: Tensor) -> Tensor:
-        with Accurate():
+        with Replaced():
             return loss(z)
 
     for derivative in (lambda f: f, torch.func.grad, torch.func.hessian):

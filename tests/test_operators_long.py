@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from curvlab.operators import accurate
-from curvlab.operators.accurate import Accurate
+from curvlab.operators import functions
+from curvlab.operators.functions import Replaced
 from curvlab.operators.products import attention
 from curvlab.operators.products.memory import LiveBytes
 
@@ -70,11 +70,11 @@ def test_long_attention_is_torchs_own_to_rounding(
     monkeypatch.setattr(attention, "PIECE", 1000)
     ran = []
     monkeypatch.setattr(
-        accurate, "attention", lambda given: ran.append(1) or attention.attention(given)
+        functions, "attention", lambda given: ran.append(1) or attention.attention(given)
     )
 
     def long(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with Accurate():
+        with Replaced():
             return call(q, k, v)
 
     found = second(long, inputs)
@@ -86,7 +86,7 @@ def test_an_added_mask_that_is_learned_has_its_derivatives(monkeypatch: pytest.M
     inputs = [*attend((2, 3, 8, 4), 8), torch.randn(3, 8, 8, dtype=torch.float64)]
 
     def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        with Accurate(), sdpa_kernel(SDPBackend.MATH):
+        with Replaced(), sdpa_kernel(SDPBackend.MATH):
             return scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     truth = second(call, inputs)
@@ -117,8 +117,8 @@ def test_memory_of_attention_grows_with_the_length(monkeypatch: pytest.MonkeyPat
         def __exit__(self, *_: object) -> None: ...
 
     assert at(1024, Plain) > 3.5 * at(512, Plain)
-    assert at(1024, Accurate) < 3 * at(512, Accurate)
-    assert at(1024, Accurate) < at(1024, Plain) / 10
+    assert at(1024, Replaced) < 3 * at(512, Replaced)
+    assert at(1024, Replaced) < at(1024, Plain) / 10
 
 
 def vocabulary(words: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -141,11 +141,11 @@ def test_cross_entropy_in_pieces_is_torchs_own(
         return cross_entropy(z, targets, weight, reduction=reduction)
 
     truth = second(call, [logits])
-    monkeypatch.setattr(accurate, "LARGE", 0)
-    monkeypatch.setattr(accurate, "PIECE", 17 * 8 * 4)
+    monkeypatch.setattr(functions, "LARGE", 0)
+    monkeypatch.setattr(functions, "PIECE", 17 * 8 * 4)
 
     def pieces(z: Tensor) -> Tensor:
-        with Accurate():
+        with Replaced():
             return call(z)
 
     assert off(second(pieces, [logits]), truth) < 1e-13
@@ -156,14 +156,14 @@ def test_cross_entropy_of_a_vocabulary_holds_few_copies(monkeypatch: pytest.Monk
 
     def copies() -> float:
         def call(z: Tensor) -> Tensor:
-            with Accurate():
+            with Replaced():
                 return cross_entropy(z, targets)
 
         return held(lambda: second(call, [logits])) / logits.nbytes
 
     plain = copies()
-    monkeypatch.setattr(accurate, "LARGE", 0)
-    monkeypatch.setattr(accurate, "PIECE", 5000 * 4 * 10)
+    monkeypatch.setattr(functions, "LARGE", 0)
+    monkeypatch.setattr(functions, "PIECE", 5000 * 4 * 10)
     # the leaf, its gradient, the direction, its image, and one more while pieces are joined
     assert copies() < 5.5
     assert plain > 6.5

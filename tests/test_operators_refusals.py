@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from curvlab.operators import (
     EmpiricalFisher,
@@ -230,28 +231,143 @@ def test_vectors_of_another_shape_dtype_or_kind_are_refused():
     assert (operator @ empty).shape == empty.shape
 
 
-class WeightNorm(nn.Module):
-    """torch's own weight norm: its double backward is wrong in torch 2.13."""
+class Lopsided(torch.autograd.Function):
+    """A product of neighbours whose backward holds one of them constant: not symmetric."""
 
-    def __init__(self):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.roll(1, 1)
+
+    @staticmethod
+    def backward(ctx, seed):
+        (x,) = ctx.saved_tensors
+        return seed * x.roll(1, 1) + (seed * x.detach()).roll(-1, 1)
+
+
+class Cube(torch.autograd.Function):
+    """A cube whose backward holds a factor constant: symmetric, and wrong."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, seed):
+        (x,) = ctx.saved_tensors
+        return seed * 3 * (x * x.detach())
+
+
+class Custom(nn.Module):
+    def __init__(self, function):
         super().__init__()
-        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
-        self.out = nn.Linear(6, 3)
+        self.function, self.first, self.last = function, nn.Linear(4, 6), nn.Linear(6, 3)
 
     def forward(self, x):
-        return self.out(torch.tanh(self.layer(x)))
+        return self.last(self.function.apply(self.first(x)))
 
 
-def test_the_wrong_second_derivative_of_weight_norm_is_caught():
-    model = seeded(WeightNorm)
-    with torch.no_grad():  # away from the start, where direction and weight agree
-        model.layer.parametrizations.weight.original0.mul_(1.7)
+def test_a_wrong_second_derivative_that_is_not_symmetric_is_caught():
+    model = seeded(lambda: Custom(Lopsided))
     with pytest.raises(OperatorError, match="wrong second derivative"):
         Hessian(model, F.cross_entropy, samples())
     unchecked = Hessian(model, F.cross_entropy, samples(), check=False)
     assert not unchecked.probe().passed
     with pytest.raises(OperatorError, match="asymmetric"):
         unchecked.dense()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_wrong_second_derivative_that_is_symmetric_is_caught(dtype):
+    model = seeded(lambda: Custom(Cube))
+    with pytest.raises(OperatorError, match="differ from differences of gradients"):
+        Hessian(model, F.cross_entropy, samples(), dtype=dtype)
+    GaussNewton(model, F.cross_entropy, samples(), dtype=dtype)  # whose first derivative is right
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+class Checkpointed(nn.Module):
+    """Attention behind a checkpoint, or the first layer, which a reentrant one silently detaches"""
+
+    def __init__(self, reentrant, first=False):
+        super().__init__()
+        self.reentrant, self.checkpoint_first = reentrant, first
+        self.embed, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.attend = nn.Linear(8, 24)
+
+    def body(self, x):
+        q, k, v = self.attend(x.unsqueeze(1).expand(-1, 3, -1)).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v * torch.arange(3).reshape(3, 1)).mean(1)
+
+    def forward(self, x):
+        def run(function, value):
+            return checkpoint(function, value, use_reentrant=self.reentrant)
+
+        if self.checkpoint_first:
+            return self.out(self.body(torch.tanh(run(self.embed, x))))
+        return self.out(run(self.body, torch.tanh(self.embed(x))))
+
+
+@pytest.mark.parametrize("engine", ["retained", "rebuilt"])
+@pytest.mark.parametrize("kind", [Hessian, GaussNewton])
+def test_activation_checkpoints_give_the_same_products_also_after_training_goes_on(kind, engine):
+    model = seeded(lambda: Checkpointed(False)).double()
+    x, y = samples()
+    data = x.double(), y
+    plain = seeded(lambda: Checkpointed(False)).double()
+    plain.forward = lambda x: plain.out(plain.body(torch.tanh(plain.embed(x))))
+    operator = kind(model, F.cross_entropy, data, engine=engine)
+    expected = kind(plain, F.cross_entropy, data).dense()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)  # what is run again must not see this
+    assert float((operator.dense() - expected).abs().max()) < 1e-13
+
+
+def test_reentrant_checkpoints_are_refused_by_name():
+    with pytest.raises(OperatorError, match="use_reentrant=False"):
+        Hessian(seeded(lambda: Checkpointed(True)), F.cross_entropy, samples())
+    with (
+        pytest.warns(UserWarning, match="None of the inputs have requires_grad"),
+        pytest.raises(OperatorError, match=r"embed.weight.*use_reentrant=False"),
+    ):
+        Hessian(seeded(lambda: Checkpointed(True, first=True)), F.cross_entropy, samples())
+
+
+class WeightNorm(nn.Module):
+    """torch's own weight norm: its double backward is wrong in torch 2.13."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self.out = make(nn.Linear(4, 6)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.layer(x)))
+
+
+@pytest.mark.parametrize("make", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_weight_norm_is_differentiated_as_its_formula_says(make):
+    model = seeded(lambda: WeightNorm(make)).double()
+    g = next(p for n, p in model.named_parameters() if p.numel() == 6 and "bias" not in n)
+    with torch.no_grad():  # away from the start, where direction and weight agree
+        g.mul_(1.7)
+    x, y = samples()
+    operator = Hessian(model, F.cross_entropy, (x.double(), y))
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def loss(flat):
+        parts = iter(flat.split([p.numel() for p in model.parameters()]))
+        named = {n: next(parts).view_as(p) for n, p in model.named_parameters()}
+        g, v = (named[n] for n in named if named[n].numel() in (6, 24) and "bias" not in n)
+        hidden = torch.tanh(
+            x.double() @ (v * g / v.norm(dim=1, keepdim=True)).T + named["layer.bias"]
+        )
+        return F.cross_entropy(hidden @ named["out.weight"].T + named["out.bias"], y)
+
+    expected = torch.autograd.functional.hessian(loss, flat)
+    assert float((operator.dense() - expected).abs().max()) < 1e-13
 
 
 def test_a_layer_without_second_derivatives_is_named():

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -178,19 +179,72 @@ def test_later_changes_to_model_and_data_do_not_change_the_operator(kind, engine
     assert model.training
 
 
-def test_what_cannot_be_copied_is_noticed_when_it_changes():
+def test_a_switch_of_the_model_does_not_change_the_operator():
     model, data = network().eval(), samples()
+    operators = [kind(model, F.cross_entropy, data, engine="rebuilt") for kind in KINDS]
+    vector = torch.ones(operators[0].n)
+    before = [operator @ vector for operator in operators]
+    model.active = 1
+    for operator, image in zip(operators, before, strict=True):
+        assert torch.equal(image, operator @ vector)
+
+
+GLOBAL = {"scale": 1.0}
+
+
+class Global(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * GLOBAL["scale"]
+
+
+def test_what_cannot_be_copied_is_noticed_when_it_changes(monkeypatch):
+    model, data = Global(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), samples()
     kept = Hessian(model, F.cross_entropy, data, engine="retained")
     rebuilt = [kind(model, F.cross_entropy, data, engine="rebuilt") for kind in KINDS]
     vector = torch.ones(kept.n)
     before = kept @ vector
-    model.active = 1
+    monkeypatch.setitem(GLOBAL, "scale", 2.0)
     assert torch.equal(before, kept @ vector)
     for operator in rebuilt:
         with pytest.raises(OperatorError, match="has changed"):
             operator @ vector
     with pytest.raises(OperatorError, match="has changed"):
         kept.gradient()
+
+
+class Watched(dict):
+    """The parameters of a module, and every change of them."""
+
+    changes = 0
+
+    def __setitem__(self, name, value):
+        Watched.changes += 1
+        super().__setitem__(name, value)
+
+
+def test_threads_multiply_with_one_operator_and_never_touch_the_model():
+    model, data = network().eval(), samples()
+    operator = Hessian(model, F.cross_entropy, data, engine="rebuilt", chunk=3)
+    vectors = torch.randn(24, operator.n, generator=torch.Generator().manual_seed(0))
+    expected = operator @ vectors
+    before = state(model)
+    for module in model.modules():
+        module.__dict__["_parameters"] = Watched(module._parameters)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda vector: operator @ vector, vectors))
+    assert Watched.changes == 0
+    assert_same_state(before, state(model))
+    assert torch.equal(torch.stack(found), expected)
+
+
+def test_autocast_around_an_operator_does_not_change_it():
+    model, data = network().eval(), samples()
+    vector = torch.ones(Hessian(model, F.cross_entropy, data).n)
+    outside = Hessian(model, F.cross_entropy, data, engine="rebuilt") @ vector
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = Hessian(model, F.cross_entropy, data, engine="rebuilt")
+        assert torch.equal(inside @ vector, outside)
+    assert torch.equal(inside @ vector, outside)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

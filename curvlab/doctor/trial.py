@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from curvlab.batches import Batches, sample_count
 from curvlab.doctor.differences import compare
 from curvlab.doctor.report import Finding
 from curvlab.operators import Hessian
 from curvlab.operators.problem import Problem
+from curvlab.operators.trial import DerivativeError
 from curvlab.probe import OperatorError
 
 SAMPLES = 48  # of the trial
@@ -46,8 +45,7 @@ REFUSALS = (
     (
         "differ by",
         "wrong second derivative",
-        "replace the layer (torch.nn.utils.parametrizations.weight_norm for weight_norm; torch "
-        "operations in place of a custom autograd.Function)",
+        "replace the layer: torch operations in place of a custom autograd.Function",
     ),
     ("there is no curvature", "loss is not finite", "look at these samples and the learning rate"),
 )
@@ -66,25 +64,33 @@ def look(
     if any(norm.running_mean is None for norm in norms):
         mode = ["batch statistics", *(["frozen masks"] if "frozen masks" in policies else [])]
     few = batches.pieces(SAMPLES)[0]
-    with _Watch() as watch:
-        try:
-            problem = Problem(model, loss, [few], mode=mode, **options)
-            operator = Hessian(model, loss, [few], mode=mode, **options)
-        except (OperatorError, ValueError, TypeError) as error:
-            yield _refused(str(error))
-            return
-        except (RuntimeError, IndexError, KeyError, AttributeError) as error:
-            yield Finding(
-                "model does not run",
-                "wrong",
-                f"on {sample_count(few) or 'the first'} samples: {type(error).__name__}: "
-                f"{str(error).splitlines()[0]}",
-                "run loss(model(inputs), targets) by hand on one batch",
-                "no",
-            )
-            return
-    yield from _seen(watch, problem)
+    try:
+        problem = Problem(model, loss, [few], mode=mode, **options)
+        yield from _seen(problem)
+        operator = Hessian(model, loss, [few], mode=mode, **options)
+    except DerivativeError as error:
+        found = list(_compared(model, loss, few, mode, options))
+        yield from found or [_refused(str(error))]
+        return
+    except (OperatorError, ValueError, TypeError) as error:
+        yield _refused(str(error))
+        return
+    except (RuntimeError, IndexError, KeyError, AttributeError) as error:
+        yield Finding(
+            "model does not run",
+            "wrong",
+            f"on {sample_count(few) or 'the first'} samples: {type(error).__name__}: "
+            f"{str(error).splitlines()[0]}",
+            "run loss(model(inputs), targets) by hand on one batch",
+            "no",
+        )
+        return
     yield from _derivatives(operator)
+    yield from _compared(model, loss, few, mode, options)
+
+
+def _compared(model: nn.Module, loss: Any, few: Any, mode: Any, options: Any) -> Iterator[Finding]:
+    """Derivatives against differences, in float64."""
     try:
         yield from compare(Problem(model, loss, [few], mode=mode, **{**options, "dtype": _FINE}))
     except RuntimeError as error:
@@ -97,9 +103,9 @@ def look(
         )
 
 
-def _seen(watch: "_Watch", problem: Problem) -> Iterator[Finding]:
+def _seen(problem: Problem) -> Iterator[Finding]:
     modules = any(isinstance(m, nn.MultiheadAttention) for m in problem.model.modules())
-    if watch.attention and not modules:
+    if problem.attention and not modules:
         yield Finding(
             "fused attention",
             "slow",
@@ -165,15 +171,3 @@ def _refused(message: str) -> Finding:
         if words in message:
             return Finding(trap, "wrong", message, cure, "refused")
     return Finding("refused", "wrong", message, "as the message says", "refused")
-
-
-class _Watch(TorchFunctionMode):
-    """Notes what the forward pass calls."""
-
-    attention = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.scaled_dot_product_attention:
-            self.attention = True
-        result: Tensor = func(*args, **(kwargs or {}))
-        return result

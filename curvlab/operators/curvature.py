@@ -4,6 +4,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -13,15 +14,16 @@ from curvlab.batches import digest, rows, sample_count, tensors
 from curvlab.operators.objective import Loss, Objective, Reduction
 from curvlab.operators.operator import Operator
 from curvlab.operators.policy import BAND, Mode, Precision, arithmetic
-from curvlab.operators.problem import Chunk, ChunkSize, Count, Problem
+from curvlab.operators.problem import TRIED, Chunk, ChunkSize, Count, Problem
 from curvlab.operators.products import memory
 from curvlab.operators.products.autograd import Product
 from curvlab.operators.products.choose import Engine, fastest
 from curvlab.operators.products.mlp import MLPProduct
 from curvlab.operators.products.mlp_plan import MLPPlan, recognise
-from curvlab.operators.verify import MARGIN, require_same_gradient
+from curvlab.operators.trial import Trial, attempt, certify
+from curvlab.operators.verify import require_same_gradient
 from curvlab.parameters import Selection, select_parameters
-from curvlab.probe import Certificate, OperatorError, probe
+from curvlab.probe import Certificate
 
 log = logging.getLogger("curvlab")
 
@@ -112,14 +114,18 @@ class Curvature(Operator):
             problem.terms.split(type(self).__name__)
         self.plan = self._recognise()
         self._build, self._engine = self._choose(engine)
-        self._divide(chunk, budget, free=engine == "auto")
+        self._room = self._room_of(budget)
+        tried = attempt(self)
+        if engine == "auto" and self._engine == "retained" and not self._fits(tried):
+            # Not a single sample fits: one block at a time may.
+            self._build, self._engine = self._blockwise, "blockwise"
+            self.__dict__.pop("cost", None)
+            tried = attempt(self)
         if check:
             if self._engine == "blockwise":
-                require_same_gradient(problem, problem.chunks[0])
-            first = _Part(self, problem.chunks[:1])
-            self.certificate = probe(first, limit=self.limit)
-            self.certificate.require()
-            self._compare_engines(problem.chunks[0])
+                require_same_gradient(problem, tried.chunk)
+            self.certificate = certify(self, tried)
+        self._divide(chunk, tried.bound)
 
     # -- what a user reads -------------------------------------------------------------------------
 
@@ -231,6 +237,14 @@ class Curvature(Operator):
         """By autograd; the product holds the graph, and if not ``keep``, one block uses it up."""
 
     @abstractmethod
+    def _moved(self, chunk: Chunk, step: Tensor) -> Tensor:
+        """What products are the derivative of, with the parameters moved by ``step`` ``(n,)``."""
+
+    @abstractmethod
+    def _rate(self, chunk: Chunk, rate: Tensor) -> Tensor:
+        """The product ``(n,)`` with a vector along which that changes at ``rate``."""
+
+    @abstractmethod
     def _builders(self) -> dict[Engine, Callable[[Chunk], Product]]:
         """Every engine this operator has for its problem, the default first."""
 
@@ -266,97 +280,66 @@ class Curvature(Operator):
             )
         return builders[engine], engine
 
-    def _compare_engines(self, chunk: Chunk) -> None:
-        """Raise unless an engine that is not plain autograd agrees with it on one vector."""
-        if self._engine in ("retained", "rebuilt", "blockwise"):
-            return
-        generator = torch.Generator().manual_seed(1)
-        vector = torch.randn(1, self.n, generator=generator, dtype=torch.float64)
-        vector = vector.to(device=self.device, dtype=self.dtype)
-        with arithmetic(self.device, self.problem.precision):
-            own, plain = self._chunk_product(chunk)(vector), self._retained(chunk)(vector)
-            error = _distance(own, plain)
-            limit = self.certificate.limit
-            if not error <= limit:
-                # near a perfect fit, plain autograd may have no more digits than this
-                with self.problem.moved(float(torch.finfo(self.dtype).eps)):
-                    limit = max(limit, MARGIN * _distance(self._retained(chunk)(vector), plain))
-        if not error <= limit:
-            raise OperatorError(
-                f"engine {self._engine!r} and plain autograd differ by {error:.1e} (limit "
-                f'{limit:.1e}): pass engine="retained" and report this model'
-            )
-
-    def _divide(self, chunk: ChunkSize, budget: float | None, *, free: bool) -> None:
-        """Cut the data, and settle how many chunks keep their graph.
-
-        Args:
-            free: Whether another engine may be taken for the sake of the budget.
-        """
-        problem = self.problem
+    def _room_of(self, budget: float | None) -> float:
+        """What is left of the budget for graphs."""
         if budget is None:
             budget = memory.SHARE * memory.free_bytes(self.device)
-        held = sum(t.nbytes for batch in problem.batches.joined for t in tensors(batch))
-        element = problem.parameters[0].element_size()
+        held = sum(t.nbytes for batch in self.problem.batches.joined for t in tensors(batch))
+        element = self.problem.parameters[0].element_size()
         # the copied parameters, a float64 sum, and the vectors of a probe or a small solver
-        room = memory.USABLE * budget - held - self.n * (7 * element + 8)
+        return memory.USABLE * budget - held - self.n * (7 * element + 8)
+
+    def _fits(self, tried: Trial) -> bool:
+        """Whether one sample fits, or nothing else could be done about it."""
+        fits = tried.bound.peak(tried.units) <= self._room or self.cost.peak(1) <= self._room
+        return fits or not self.problem.blocks
+
+    def _divide(self, chunk: ChunkSize, bound: memory.Cost) -> None:
+        """Cut the data, and settle how many chunks keep their graph.
+
+        ``bound`` is what chunks take at most; only where that does not fit is more found out.
+        """
+        problem = self.problem
         samples = None if problem.whole else problem.batches.samples
-        cost = self._cost(samples, room)
-        if self._engine == "retained" and not cost.peak(1) <= room and problem.blocks and free:
-            # Not a single sample fits: one block at a time may.
-            self._build, self._engine = self._blockwise, "blockwise"
-            cost = self._cost(samples, room)
-        self.cost = cost
+        largest = chunk if isinstance(chunk, int) else samples or 1
+        count = -(-(samples or len(problem.batches)) // largest)
+        small = memory.fitting(bound, largest, self._room, count) == count
+        cost = bound if small else self.cost
         if samples is None:
             size, units = None, 1
         elif isinstance(chunk, int):
             size = units = chunk
         else:
-            size = units = memory.chunk_size(samples, cost, room)
+            size = units = samples if small else memory.chunk_size(samples, cost, self._room)
         problem.cut(size)
         chunks = len(problem.chunks)
-        fitting = memory.fitting(cost, units, room, chunks)
+        fitting = memory.fitting(cost, units, self._room, chunks)
         self._keep = 0 if self._engine == "rebuilt" else fitting
         self._kept: dict[int, Product] = {}
         if self._engine not in ("mlp", "rebuilt") and fitting < chunks:
             log.info(
-                "%d of %d chunks fit %.0f MiB: others are rebuilt", fitting, chunks, room / 2**20
+                "%d of %d chunks fit %.0f MiB: others are rebuilt",
+                fitting,
+                chunks,
+                self._room / 2**20,
             )
         log.info("%s: %s", type(self).__name__, self.engine)
 
-    def _cost(self, samples: int | None, room: float) -> memory.Cost:
+    @cached_property
+    def cost(self) -> memory.Cost:
+        """Bytes of a chunk by its number of samples, measured on small ones."""
         problem = self.problem
+        samples = None if problem.whole else problem.batches.samples
         batches = problem.batches.pieces(None) if samples is None else problem.batches.joined
         largest = max(batches, key=lambda batch: sample_count(batch) or 0)
         build = self._build if self._engine in ("mlp", "blockwise") else self._retained
 
         def run(size: int) -> Callable[[], Tensor]:
             batch = largest if samples is None else rows(largest, slice(0, size))
-            product = build(Chunk(batch))
+            product = build(Chunk(batch, number=TRIED))
             one = torch.ones(1, self.n, dtype=self.dtype, device=self.device)
             return lambda: product(one)
 
         with arithmetic(self.device, problem.precision):
-            try:
-                most = 1 if samples is None else sample_count(largest) or 1
-                return memory.measure(run, most, room)
-            except NotImplementedError as error:
-                raise OperatorError(
-                    f"torch cannot differentiate a layer of this model twice: {error} Write that "
-                    "layer with others that it can (EmbeddingBag as Embedding and a mean)"
-                ) from error
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm().clamp_min(1e-300))
-
-
-class _Part:
-    """Some chunks of a curvature, for the probe at construction."""
-
-    def __init__(self, whole: Curvature, chunks: Sequence[Chunk]) -> None:
-        self.n, self.dtype, self.device = whole.n, whole.dtype, whole.device
-        self._whole, self._chunks = whole, chunks
-
-    def __matmul__(self, vectors: Tensor) -> Tensor:
-        return self._whole._sum(self._chunks, vectors.reshape(-1, self.n)).reshape(vectors.shape)
+            most = 1 if samples is None else sample_count(largest) or 1
+            return memory.measure(run, most, self._room)

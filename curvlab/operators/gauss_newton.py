@@ -38,6 +38,7 @@ class Sandwich(Curvature):
             problem.parameters,
             problem.layout,
             keep,
+            problem.around,
         )
 
     def _linearised(self, chunk: Chunk) -> Product:
@@ -50,6 +51,20 @@ class Sandwich(Curvature):
             problem.parameters,
             problem.layout,
         )
+
+    def _moved(self, chunk: Chunk, step: Tensor) -> Tensor:
+        problem, layout = self.problem, self.problem.layout
+        with torch.no_grad():
+            flat = layout.flatten(problem.parameters).add_(step)
+            return problem.output(chunk, layout.unflatten(flat))
+
+    def _rate(self, chunk: Chunk, rate: Tensor) -> Tensor:
+        problem = self.problem
+        with torch.no_grad():
+            output = problem.output(chunk, problem.parameters)
+        curved = self._output_curvature(chunk, output)(rate)
+        function = problem.terms.split("this operator").output
+        return problem.slope(function, chunk, problem.parameters, curved)
 
     def _builders(self) -> dict[Engine, Callable[[Chunk], Product]]:
         return {"retained": self._retained, "linearised": self._linearised}

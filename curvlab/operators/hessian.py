@@ -1,13 +1,15 @@
 """The Hessian of the loss, and the functional part of it."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlab.operators.curvature import Curvature
 from curvlab.operators.dense_mlp import dense_hessian
 from curvlab.operators.gauss_newton import slope
+from curvlab.operators.objective import require_scalar
 from curvlab.operators.problem import Chunk
 from curvlab.operators.products import autograd
 from curvlab.operators.products.autograd import Product
@@ -29,7 +31,7 @@ class Hessian(Curvature):
             problem.check(chunk, value)
             return value
 
-        return autograd.kept(value, problem.parameters, problem.layout, keep)
+        return autograd.kept(value, problem.parameters, problem.layout, keep, problem.around)
 
     def _linearised(self, chunk: Chunk) -> Product:
         problem = self.problem
@@ -38,6 +40,20 @@ class Hessian(Curvature):
     def _compiled(self, chunk: Chunk) -> Product:
         problem = self.problem
         return autograd.compiled(self._scalar(chunk), problem.parameters, problem.layout)
+
+    def _inside(self, chunk: Chunk) -> Callable[[nn.Module, Any], Tensor]:
+        """The same as a function of the model and the batch."""
+        whole = self.problem.terms.whole
+        return lambda model, batch: require_scalar(whole(model, batch)) * chunk.weight
+
+    def _moved(self, chunk: Chunk, step: Tensor) -> Tensor:
+        problem, layout = self.problem, self.problem.layout
+        flat = layout.flatten(problem.parameters).add_(step)
+        leaves = [piece.detach().requires_grad_() for piece in layout.unflatten(flat.detach())]
+        return problem.slope(self._inside(chunk), chunk, leaves)
+
+    def _rate(self, _chunk: Chunk, rate: Tensor) -> Tensor:
+        return rate
 
     def _mlp(self, chunk: Chunk) -> Product:
         return self._mlp_product(chunk).hessian
@@ -79,6 +95,14 @@ class FunctionalHessian(Hessian):
         _, constant = slope(self, chunk, output)
         return lambda parameters: (constant * problem.output(chunk, parameters)).sum()
 
+    def _inside(self, chunk: Chunk) -> Callable[[nn.Module, Any], Tensor]:
+        problem = self.problem
+        with torch.no_grad():
+            output = problem.output(chunk, problem.parameters)
+        _, constant = slope(self, chunk, output)
+        function = problem.terms.split("FunctionalHessian").output
+        return lambda model, batch: (constant * function(model, batch)).sum()
+
     def _retained(self, chunk: Chunk, keep: bool = True) -> Product:
         problem = self.problem
 
@@ -87,7 +111,7 @@ class FunctionalHessian(Hessian):
             _, constant = slope(self, chunk, output)
             return (constant * output).sum()
 
-        return autograd.kept(value, problem.parameters, problem.layout, keep)
+        return autograd.kept(value, problem.parameters, problem.layout, keep, problem.around)
 
     def _mlp(self, chunk: Chunk) -> Product:
         return self._mlp_product(chunk).functional

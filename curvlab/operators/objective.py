@@ -30,6 +30,14 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """A loss in two parts: outputs of the model, and a function of them and the batch."""
+
+    output: Callable[[nn.Module, Any], Tensor]
+    criterion: Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Terms:
     """A loss taken apart: ``whole`` always; ``output`` and ``criterion`` when it can be split."""
 
@@ -38,14 +46,14 @@ class Terms:
     criterion: Callable[[Tensor, Any], Tensor] | None
     loss: Loss | None
 
-    def split(self, name: str) -> "Terms":
-        """Itself, if outputs and loss can be told apart; operator ``name`` needs that."""
+    def split(self, name: str) -> "Split":
+        """The two parts, if outputs and loss can be told apart; operator ``name`` needs that."""
         if self.output is None or self.criterion is None:
             raise TypeError(
                 f"{name} needs the outputs apart from the loss: pass loss(output, target) with "
                 "batches (inputs, targets), not an Objective or the model's own loss"
             )
-        return self
+        return Split(self.output, self.criterion)
 
 
 def terms(loss: Loss | Objective | None) -> Terms:

@@ -1,4 +1,4 @@
-"""How a model is evaluated: its modes, its randomness, its arithmetic; nothing of it is changed.
+"""How a model is evaluated: its modes, its randomness, its arithmetic.
 
 A train-mode dropout is another function at every call, and a train-mode BatchNorm couples the
 samples of a batch: neither has *the* Hessian, so both are refused, with three named ways out
@@ -18,11 +18,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from curvlab.operators.accurate import Accurate
+from curvlab.operators.functions import ONE_AT_A_TIME, Replaced
 
 log = logging.getLogger("curvlab")
 
@@ -117,46 +116,53 @@ def drops(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def evaluation(
-    flags: dict[nn.Module, bool], seed: int, device: torch.device, precision: Precision
-) -> Iterator[None]:
-    """Run a model's forward pass so that it can be differentiated twice and leaves no trace.
+    seed: int | None, device: torch.device, precision: Precision, recurrent: bool = False
+) -> Iterator[Replaced]:
+    """Run a forward pass so that it can be differentiated twice.
 
-    Modes are set and everything a module keeps in its attributes (modes, cached activations, step
-    counters) is put back; the global generators are seeded and restored; attention and recurrent
-    layers take implementations that have second derivatives, and cross-entropies one that keeps
-    its digits; compiled submodules run eagerly.
+    Functions without a right second derivative are replaced and compiled submodules run eagerly.
+
+    Args:
+        seed: Of the global generators meanwhile, which are restored; ``None`` for a model that
+            draws no numbers.
+        device: Where the model is.
+        precision: ``"bfloat16"`` runs under autocast.
+        recurrent: Whether the fused kernels of recurrent layers have to be avoided.
     """
-    attributes = [(module, dict(module.__dict__)) for module in flags]
-    recurrent = any(isinstance(module, nn.RNNBase) for module in flags)
-    fast_attention = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_seeded(seed, device))
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused ones have no double backward
-        if "torch._dynamo" in sys.modules:  # nor have compiled graphs; importing it takes seconds
+        stack.enter_context(ONE_AT_A_TIME)
+        mode = stack.enter_context(Replaced())
+        if seed is not None:
+            stack.enter_context(_seeded(seed, device))
+        if "torch._dynamo" in sys.modules:  # compiled graphs have no second derivatives
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if recurrent:  # the fused recurrent kernels have none either
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        if recurrent:
+            stack.enter_context(_unfused())
         if precision == "bfloat16":
             stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
-        stack.enter_context(Accurate())
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            for module, flag in flags.items():
-                module.training = flag
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_attention)
-            for module, kept in attributes:
-                module.__dict__.clear()
-                module.__dict__.update(kept)
+        yield mode
+
+
+@contextlib.contextmanager
+def _unfused() -> Iterator[None]:
+    """Recurrent layers without their fused kernels."""
+    backends: list[Any] = [torch.backends.cudnn, torch.backends.mkldnn]
+    before = [backend.enabled for backend in backends]
+    for backend in backends:
+        backend.enabled = False
+    try:
+        yield
+    finally:
+        for backend, enabled in zip(backends, before, strict=True):
+            backend.enabled = enabled
 
 
 @contextlib.contextmanager
 def arithmetic(device: torch.device, precision: Precision) -> Iterator[None]:
     """Gradients on whatever the caller's mode, and no rounding that nobody asked for.
 
-    By default cuDNN may round the inputs of float32 convolutions to TF32, and a global switch may
+    Autocast around the caller is left out: it would round some products and not others. By default
+    cuDNN may round the inputs of float32 convolutions to TF32, and a global switch may
     do the same to matrix products; here only ``precision="tf32"`` does.
     """
     backends: Any = torch.backends
@@ -167,7 +173,11 @@ def arithmetic(device: torch.device, precision: Precision) -> Iterator[None]:
     wanted = "tf32" if precision == "tf32" and device.type == "cuda" else "ieee"
     before = [switch.fp32_precision for switch in switches]
     changed = [old not in {wanted, "none" if wanted == "ieee" else wanted} for old in before]
-    with torch.inference_mode(False), torch.enable_grad():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if torch.is_autocast_enabled(device.type):  # the caller's: it would not be there later
+            stack.enter_context(torch.autocast(device.type, enabled=False))
         for switch, change in zip(switches, changed, strict=True):
             if change:
                 switch.fp32_precision = wanted
@@ -199,3 +209,13 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     finally:
         for generator, state in zip(drawn, before, strict=True):
             generator.set_state(state)
+
+
+def drew(seed: int, device: torch.device) -> bool:
+    """Whether numbers were drawn since the global generators were seeded with ``seed``."""
+    fresh = torch.Generator().manual_seed(seed).get_state()
+    if not torch.equal(torch.default_generator.get_state(), fresh):
+        return True
+    return device.type == "cuda" and bool(
+        torch.cuda.default_generators[device.index or 0].get_offset()
+    )

@@ -1,19 +1,18 @@
 """One model, one loss, one data set, frozen: everything the curvature operators differentiate.
 
-Parameters, buffers and data are copied when the problem is made: training the model further, or
-changing the data in place, does not change it. The model itself is only borrowed for its code. Its
-tensors are swapped in for the length of an evaluation (``torch.func.functional_call``), so that
-parameters, gradients, flags, buffers and modes stay as they are. What cannot be copied (a switch
-between heads, a global the forward pass reads) is watched: every evaluation must reproduce the loss
-recorded at the start.
+Parameters, buffers, modules and data are copied when the problem is made: training the model
+further, switching its heads or changing the data in place does not change it, and evaluating it
+does not touch the model. What cannot be copied (a global that the forward pass reads) is watched:
+every evaluation must reproduce the loss recorded at the start.
 """
 
 import contextlib
+import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -29,27 +28,33 @@ from curvlab.operators.objective import (
     stated_reduction,
     terms,
 )
+from curvlab.operators.own import Traces, own_copy, refuse_reentrant, uses
 from curvlab.operators.policy import (
     Mode,
     Precision,
     arithmetic,
+    drew,
     evaluation,
     modes,
     training_flags,
     unwrap,
 )
+from curvlab.operators.products.autograd import Around
 from curvlab.operators.products.blocks import find_blocks, recomputing
 from curvlab.operators.verify import (
-    describe,
     require_additive,
     require_deterministic,
+    require_finite_loss,
     same,
     settle_reduction,
 )
 from curvlab.parameters import Selection, layout_of, select_parameters
 from curvlab.probe import OperatorError
 
+log = logging.getLogger("curvlab")
+
 Count = Callable[[Any], float]
+TRIED = -1  # the number of a chunk that is not part of the data as they are cut
 ChunkSize = int | Literal["batch"] | None
 
 
@@ -94,6 +99,12 @@ class Problem:
         self.flags = training_flags(self.model, policies)
         self.masks_frozen = "frozen masks" in policies
         self._take_parameters(select, dtype)
+        self._recurrent = any(isinstance(module, nn.RNNBase) for module in self.flags)
+        # whether a forward pass draws random numbers, and whether that is still being found out
+        self.draws, self.watching = False, True
+        self.attention = False  # whether a forward pass calls scaled_dot_product_attention
+        self.recomputes = False  # whether products run checkpointed parts of the model again
+        self._take_modules()
         found = read(data, bare=self.terms.loss is None)
         require_finite(found)
         self.batches = found.to(self.device, dtype)
@@ -106,6 +117,7 @@ class Problem:
         self.chunks: list[Chunk] = []
         self.values: list[float] = []
         self.normaliser = 1.0
+        self.known: dict[int, float] = {}  # losses of joined batches that were found to add up
         with arithmetic(self.device, precision):
             require_deterministic(self)
             self.reduction = settle_reduction(self, reduction, stated)
@@ -143,6 +155,28 @@ class Problem:
         self.buffers = {f"model.{n}": own_copy(b) for n, b in self.model.named_buffers()}
         self._names = [f"model.{name}" for name in chosen]
 
+    def _take_modules(self) -> None:
+        """Copy the modules, with this problem's tensors in them."""
+        everything = {**self.fixed, **dict(zip(self._names, self.parameters, strict=True))}
+        # buffers are copied once more, because the forward pass may write to them
+        tensors = {**everything, **{name: b.clone() for name, b in self.buffers.items()}}
+        own = own_copy(self.model, {n.removeprefix("model."): t for n, t in tensors.items()})
+        if own is None:
+            self._borrow_modules()
+            return
+        for module, flag in zip(own.modules(), self.flags.values(), strict=True):
+            module.training = flag
+        self._modules, self._traces = _Call(own), Traces(own)
+        self._held = self.parameters, self.fixed, self.buffers
+        self.borrowed = False
+
+    def _borrow_modules(self) -> None:
+        """Use the user's own, with this problem's tensors swapped in for each evaluation.
+
+        For what a copy cannot follow: a function that closes over the model, or over a part of it.
+        """
+        self._modules, self._held, self.borrowed = _Call(self.model), ((), {}, {}), True
+
     # -- evaluation: differentiable functions of the parameters ------------------------------------
 
     def loss(self, chunk: Chunk, parameters: Sequence[Tensor]) -> Tensor:
@@ -151,8 +185,7 @@ class Problem:
 
     def output(self, chunk: Chunk, parameters: Sequence[Tensor]) -> Tensor:
         """The model's outputs on the chunk, ``(samples, ...)``."""
-        function = self.terms.output
-        output = self._run(function, chunk, parameters) if function else None
+        output = self._run(self.terms.split("this operator").output, chunk, parameters)
         if not isinstance(output, Tensor):
             raise TypeError(
                 "this operator needs a model whose output is one tensor (or has .logits); got "
@@ -163,31 +196,76 @@ class Problem:
     def criterion(self, chunk: Chunk, output: Tensor) -> Tensor:
         """The chunk's share of the objective as a function of the model's outputs."""
         function = self.terms.split("this operator").criterion
-        with evaluation({}, chunk.number, self.device, self.precision):
-            value = function(output, chunk.batch) if function else None
+        with evaluation(self._seed(chunk.number), self.device, self.precision):
+            value = function(output, chunk.batch)
         return require_scalar(value) * chunk.weight
+
+    def slope(
+        self,
+        function: Callable[[nn.Module, Any], Tensor],
+        chunk: Chunk,
+        parameters: Sequence[Tensor],
+        seed: Tensor | None = None,
+    ) -> Tensor:
+        """The gradient ``(n,)`` of ``function(model, batch)`` with respect to ``parameters``.
+
+        It is taken while they are in the model, for checkpointed parts that run again. ``seed``
+        gives the weights of a function that is not a scalar.
+        """
+
+        def gradient(model: nn.Module, batch: Any) -> tuple[Tensor | None, ...]:
+            value = function(model, batch)
+            return torch.autograd.grad(value, parameters, seed, allow_unused=True)
+
+        return self.layout.flatten(self._run(gradient, chunk, parameters), like=parameters[0])
 
     def _run(
         self,
-        function: Callable[[nn.Module, Any], Tensor],
+        function: Callable[[nn.Module, Any], Any],
         chunk: Chunk,
         parameters: Sequence[Tensor] | None = None,
         seed: int | None = None,
     ) -> Any:
         parameters = self.parameters if parameters is None else parameters
         batch = map_tensors(chunk.batch, torch.clone) if self.inputs_change else chunk.batch
-        state = {**self.fixed, **{name: buffer.clone() for name, buffer in self.buffers.items()}}
-        state.update(zip(self._names, parameters, strict=True))
+        others = {} if self.fixed is self._held[1] else dict(self.fixed)
+        if parameters is not self._held[0]:
+            others.update(zip(self._names, parameters, strict=True))
         seed = chunk.number if seed is None else seed
-        with evaluation(self.flags, seed, self.device, self.precision), self._blocks(seed):
-            return functional_call(_Call(self.model), state, (function, batch))
+        with evaluation(self._seed(seed), self.device, self.precision, self._recurrent) as mode:
+            traces = Traces(self.model) if self.borrowed else self._traces
+            if self.buffers is not self._held[2]:
+                others.update((name, buffer.clone()) for name, buffer in self.buffers.items())
+            if self.borrowed:
+                for module, flag in self.flags.items():
+                    module.training = flag
+            try:
+                with self._blocks(seed):
+                    if others:
+                        return functional_call(self._modules, others, (function, batch))
+                    return self._modules(function, batch)
+            finally:
+                traces.undo()
+                if self.watching:
+                    self.draws = self.draws or drew(seed, self.device)
+                    self.attention = self.attention or mode.attention
+
+    def _seed(self, seed: int) -> int | None:
+        return seed if self.watching or self.draws else None
+
+    @property
+    def around(self) -> Around:
+        """Makes what products need around them: a context if parts of the model run again."""
+        if not self.recomputes:
+            return contextlib.nullcontext
+        return lambda: evaluation(None, self.device, self.precision, self._recurrent)
 
     # -- blocks that are computed again, see curvlab.operators.products.blocks ---------------------
 
-    @cached_property
+    @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks of the model, if it is made of some."""
-        return find_blocks(self.model)
+        """The blocks of the modules that are run, if these are made of some."""
+        return find_blocks(self._modules.model)
 
     @contextlib.contextmanager
     def in_blocks(self, *, second: bool) -> Iterator[None]:
@@ -204,10 +282,15 @@ class Problem:
 
         @contextlib.contextmanager
         def again(block: nn.Module) -> Iterator[None]:
-            flags = {module: self.flags[module] for module in block.modules()}
-            evaluated = evaluation(flags, seed, self.device, self.precision)
+            evaluated = evaluation(seed, self.device, self.precision, self._recurrent)
             with arithmetic(self.device, self.precision), evaluated:
-                yield
+                traces = Traces(block)
+                for module in block.modules() if self.borrowed else ():
+                    module.training = self.flags[module]
+                try:
+                    yield
+                finally:
+                    traces.undo()
 
         return recomputing(self.blocks, again, self._second)
 
@@ -244,13 +327,56 @@ class Problem:
         finally:
             self.parameters, self.fixed = kept
 
-    def depends(self, batch: Any) -> bool:
-        """Whether a selected parameter affects the loss of ``batch``."""
+    @contextlib.contextmanager
+    def cast(self, dtype: torch.dtype) -> Iterator[None]:
+        """Every parameter and buffer in ``dtype``, for the checks at construction."""
+        kept = self.parameters, self.fixed, self.buffers
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+
+        self.parameters = tuple(cast(tensor).requires_grad_() for tensor in kept[0])
+        self.fixed = {name: cast(tensor) for name, tensor in kept[1].items()}
+        self.buffers = {name: cast(tensor) for name, tensor in kept[2].items()}
+        try:
+            yield
+        finally:
+            self.parameters, self.fixed, self.buffers = kept
+
+    def fine(self, chunk: Chunk) -> Chunk:
+        """``chunk`` with its numbers in the parameters' dtype, whatever that is now."""
+        dtype = self.parameters[0].dtype
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return dataclasses.replace(chunk, batch=map_tensors(chunk.batch, cast))
+
+    def depend(self, batch: Any) -> float:
+        """The loss of ``batch``; notes selected parameters without a gradient, and closures."""
+        value, self.unused, foreign = self._gradients_of(batch)
+        if (foreign or self.unused) and not self.borrowed:
+            self._borrow_modules()
+            value, unused, _ = self._gradients_of(batch)
+            if foreign or len(unused) < len(self.unused):
+                self.unused = unused
+                log.info("the loss or a layer closes over the model, which is therefore borrowed")
+            else:
+                self._take_modules()
+        return value
+
+    def _gradients_of(self, batch: Any) -> tuple[float, tuple[str, ...], bool]:
+        """The loss, the parameters without a gradient, whether the user's own were used."""
         value = require_scalar(self._run(self.terms.whole, Chunk(batch)))
-        if not value.requires_grad:
-            return False
-        gradients = torch.autograd.grad(value, self.parameters, allow_unused=True)
-        return any(gradient is not None for gradient in gradients)
+        found: Sequence[Tensor | None] = [None] * len(self.parameters)
+        if value.requires_grad:
+            refuse_reentrant(value)
+            found = torch.autograd.grad(
+                value, self.parameters, retain_graph=True, allow_unused=True
+            )
+        named = zip(self.layout.names, found, strict=True)
+        unused = tuple(name for name, gradient in named if gradient is None)
+        return float(value.detach()), unused, uses(value, self.model.parameters())
 
     def count_of(self, batch: Any) -> float:
         """What the mean over ``batch`` divides by."""
@@ -293,19 +419,18 @@ class Problem:
         ]
         with arithmetic(self.device, self.precision):
             self.values = []
-            for chunk in self.chunks:
-                value = self.value(chunk.batch, chunk.number)
-                if not math.isfinite(value):
-                    raise ValueError(
-                        f"the loss of chunk {chunk.number} ({describe(chunk.batch)}) is {value}: "
-                        "there is no curvature there. Look at these samples and the learning rate"
-                    )
-                require_additive(self, chunk.batch, value, self.reduction)
+            uncut = len(pieces) == len(self.batches.joined) == len(self.chunks)
+            for i, chunk in enumerate(self.chunks):
+                known = self.known.get(id(self.batches.joined[i])) if uncut else None
+                value = self.value(chunk.batch, chunk.number) if known is None else known
+                require_finite_loss(chunk, value)
+                if known is None:
+                    require_additive(self, chunk.batch, value, self.reduction)
                 self.values.append(value * chunk.weight)
 
     def check(self, chunk: Chunk, value: Tensor) -> None:
         """Raise unless ``value``, the chunk's share of the loss, is what it was at the start."""
-        if not self.values:  # the data are not cut yet: a small chunk is being measured
+        if chunk.number == TRIED or not self.values:
             return
         expected, now = self.values[chunk.number], float(value.detach())
         weight = chunk.weight or 1.0

@@ -1,5 +1,6 @@
 """What is checked of a problem before it is differentiated: is it one function, summed how?"""
 
+import logging
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,31 +17,37 @@ from curvlab.probe import OperatorError
 if TYPE_CHECKING:
     from curvlab.operators.problem import Chunk, Problem
 
+log = logging.getLogger("curvlab")
+
+FEW = 4  # samples of the first look
 MIXED = 48  # samples picked from all over the data
 # Rounding happens in every operation, the parameters' is measured. A wrong reduction, a coupling of
 # samples or a wrong engine is off by far more than this, wherever there is anything but rounding.
 MARGIN = 30.0
+REDUCTIONS: tuple[Reduction, Reduction] = ("mean", "sum")
 
 
 def require_deterministic(problem: "Problem") -> None:
     """Raise if the loss is random, or does not depend on the selected parameters."""
-    batch = problem.batches.pieces(None if problem.whole else 16)[0]
+    batch = problem.batches.pieces(None if problem.whole else FEW)[0]
     copied = map_tensors(batch, torch.clone)
-    problem.value(copied, 0)
+    once = problem.depend(copied)
     problem.inputs_change = any(tensor._version for tensor in tensors(copied))
-    seeds = (0, 0) if problem.masks_frozen else (0, 1)
-    once, again = (problem.value(batch, seed) for seed in seeds)
+    again = problem.value(batch, 0 if problem.masks_frozen else 1)
+    problem.watching = False
     if math.isfinite(once) and not same(problem, batch, once, again):
         raise ValueError(
             f"the loss of the same samples is {once:.9g}, then {again:.9g}: the model or the loss "
             "draws random numbers (functional dropout, noise, sampling). Call model.eval(), or "
             'pass mode="eval" or mode="frozen masks"'
         )
-    if not problem.depends(batch):
+    if len(problem.unused) == len(problem.layout.names):
         raise ValueError(
             "none of the selected parameters affects the loss: select= names parameters that the "
             "forward pass does not use, or the forward pass detaches them"
         )
+    if problem.unused:
+        log.info("%s have no gradient: unused, or detached", ", ".join(problem.unused))
 
 
 def settle_reduction(
@@ -59,18 +66,31 @@ def settle_reduction(
     for batch in problem.batches.joined:
         samples = sample_count(batch) or 1
         step = max(1, samples // MIXED)
-        mixed = rows(batch, torch.arange(0, samples, step, device=problem.device))
+        all_of_it = step == 1
+        mixed = (
+            batch
+            if all_of_it
+            else rows(batch, torch.arange(0, samples, step, device=problem.device))
+        )
         value = problem.value(mixed, 0)
+        if all_of_it and not problem.draws:
+            problem.known[id(batch)] = value  # and that it adds up: it need not be found out again
         if claimed is None and samples > 1 and math.isfinite(value):
-            mean, total = (additive(problem, mixed, value, how) for how in ("mean", "sum"))
+            parts = _parts(problem, mixed)
+            mean, total = (_adds_up(problem, mixed, value, parts, how) for how in REDUCTIONS)
             claimed = "sum" if total and not mean else "mean"
+            if mean or total:
+                continue
         require_additive(problem, mixed, value, claimed or "mean")
     return claimed or "mean"
 
 
 def require_additive(problem: "Problem", batch: Any, value: float, reduction: Reduction) -> None:
     """Raise unless ``value``, the loss of ``batch``, is the mean (sum) of its samples' losses."""
-    if problem.whole or additive(problem, batch, value, reduction):
+    samples = sample_count(batch)
+    if problem.whole or samples is None or samples < 2 or not math.isfinite(value):
+        return
+    if _adds_up(problem, batch, value, _parts(problem, batch), reduction):
         return
     raise ValueError(
         f"the loss of {describe(batch)} is not the {reduction} over its samples: cut in two, the "
@@ -82,19 +102,28 @@ def require_additive(problem: "Problem", batch: Any, value: float, reduction: Re
     )
 
 
-def additive(problem: "Problem", batch: Any, value: float, reduction: str) -> bool:
-    """Whether a third of ``batch`` and the rest make up ``value``, to rounding."""
-    samples = sample_count(batch)
-    if samples is None or samples < 2 or not math.isfinite(value):
-        return True
+def _parts(problem: "Problem", batch: Any) -> list[tuple[float, float]]:
+    """Count and loss of a third of ``batch`` and of the rest."""
+    samples = sample_count(batch) or 0
     cut = max(1, samples // 3)
     parts = [rows(batch, slice(0, cut)), rows(batch, slice(cut, samples))]
-    mean = reduction == "mean"
-    counts = [problem.count_of(part) if mean else 1.0 for part in parts]
+    counts = [problem.count_of(part) for part in parts]
     # a part that counts nothing (all targets ignored) has no mean
-    terms = [n * problem.value(part, 0) for part, n in zip(parts, counts, strict=True) if n]
-    together = math.fsum(terms) / (math.fsum(counts) if mean else 1.0)
-    return same(problem, batch, value, together)
+    return [(n, problem.value(part, 0)) for part, n in zip(parts, counts, strict=True) if n]
+
+
+def _adds_up(
+    problem: "Problem",
+    batch: Any,
+    value: float,
+    parts: list[tuple[float, float]],
+    reduction: str,
+) -> bool:
+    """Whether the parts make up ``value``, to rounding."""
+    if reduction == "sum":
+        return same(problem, batch, value, math.fsum(term for _, term in parts))
+    counts = math.fsum(count for count, _ in parts)
+    return same(problem, batch, value, math.fsum(n * term for n, term in parts) / counts)
 
 
 def same(problem: "Problem", batch: Any, one: float, other: float) -> bool:
@@ -151,6 +180,17 @@ def require_same_gradient(problem: "Problem", chunk: "Chunk") -> None:
         raise OperatorError(
             f"computed again block by block, the gradient differs by {error:.1e} (limit "
             f"{limit:.1e}). {REMEDY}"
+        )
+
+
+def require_finite_loss(chunk: "Chunk", value: float) -> None:
+    """Raise if ``value``, the loss of ``chunk``, is not a number to differentiate."""
+    if not math.isfinite(value):
+        named = describe(chunk.batch)
+        named = f"chunk {chunk.number} ({named})" if chunk.number >= 0 else named
+        raise ValueError(
+            f"the loss of {named} is {value}: there is no curvature there. Look at these samples "
+            "and the learning rate"
         )
 
 

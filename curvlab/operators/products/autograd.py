@@ -6,6 +6,7 @@ BatchNorm in torch 2.13.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,20 +17,29 @@ from curvlab.parameters import Layout
 
 Product = Callable[[Tensor], Tensor]  # (b, n) -> (b, n)
 Scalar = Callable[[Sequence[Tensor]], Tensor]
+Around = Callable[[], AbstractContextManager[object]]
 
 
 def kept(
-    value: Callable[[], Tensor], parameters: Sequence[Tensor], layout: Layout, keep: bool = True
+    value: Callable[[], Tensor],
+    parameters: Sequence[Tensor],
+    layout: Layout,
+    keep: bool = True,
+    around: Around = nullcontext,
 ) -> Product:
     """Make the graph of the gradient of ``value()``: one backward pass through it per vector.
 
-    Without ``keep`` the last vector of the first block frees the graph as it goes.
+    Without ``keep`` the last vector of the first block frees the graph as it goes. ``around()`` is
+    a context for all backward passes, in which checkpointed parts of a model run again.
     """
-    gradients = rewriting(
-        lambda: torch.autograd.grad(value(), parameters, create_graph=True, allow_unused=True),
-        second=True,
-    )
-    return backward(gradients, parameters, layout, keep)
+
+    def gradients() -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(value(), parameters, create_graph=True, allow_unused=True)
+
+    with around():
+        # what runs again has to run as it did the first time
+        made = rewriting(gradients, second=True) if around is nullcontext else gradients()
+    return backward(made, parameters, layout, keep, around)
 
 
 def backward(
@@ -37,6 +47,7 @@ def backward(
     parameters: Sequence[Tensor],
     layout: Layout,
     keep: bool = True,
+    around: Around = nullcontext,
 ) -> Product:
     """Vectors through the graph of ``gradients``, one per parameter."""
     dependent = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
@@ -48,13 +59,14 @@ def backward(
         result = torch.empty_like(block)
         for number, (vector, row) in enumerate(zip(block, result, strict=True), start=1):
             pieces = layout.unflatten(vector)
-            images = torch.autograd.grad(
-                roots,
-                parameters,
-                [pieces[i] for i in used],
-                retain_graph=keep or number < len(block),
-                allow_unused=True,
-            )
+            with around():
+                images = torch.autograd.grad(
+                    roots,
+                    parameters,
+                    [pieces[i] for i in used],
+                    retain_graph=keep or number < len(block),
+                    allow_unused=True,
+                )
             layout.flatten(images, out=row)
         return result
 

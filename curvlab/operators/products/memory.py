@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 SHARE = 0.5  # of the free memory, when no budget is given
 USABLE = 0.9  # of a budget: allocators hold freed blocks, libraries keep buffers of their own
@@ -49,18 +48,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._seen: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor):
-                self._meet(tensor, 0)  # what was there before is not counted
-        result = func(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._meet(tensor, tensor.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.live)
-        return result
-
     def _meet(self, tensor: Tensor, size: int) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -71,6 +58,24 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _part(self, key: int) -> None:
         self.live -= self._seen.pop(key, 0)
+
+
+def _count(self: LiveBytes, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    for value in args:
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, Tensor):
+                self._meet(tensor, 0)  # what was there before is not counted
+    result = func(*args, **(kwargs or {}))
+    for tensor in result if isinstance(result, list | tuple) else (result,):
+        if isinstance(tensor, Tensor):
+            self._meet(tensor, tensor.untyped_storage().nbytes())
+    self.peak = max(self.peak, self.live)
+    return result
+
+
+# Set here and not in the class, where torch would wrap it and import its compiler to do so: that
+# takes as long as importing torch itself.
+LiveBytes.__torch_dispatch__ = _count  # type: ignore[method-assign, assignment]
 
 
 def measure(run: Callable[[int], Callable[[], object]], samples: int, budget: float) -> Cost:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 
-from curvlab.operators.accurate import curve, excess
+from curvlab.operators.functions import curve, excess
 
 # Elementwise, without parameters or randomness, and with a right double backward in torch.
 PIECEWISE_LINEAR: tuple[type[nn.Module], ...] = (

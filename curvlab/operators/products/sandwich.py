@@ -6,11 +6,12 @@ needed, so everything that can be trained works.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from curvlab.operators.products.autograd import Product
+from curvlab.operators.products.autograd import Around, Product
 from curvlab.operators.products.layers import rewriting
 from curvlab.operators.products.linearise import linearise
 from curvlab.parameters import Layout
@@ -24,6 +25,7 @@ def kept(
     parameters: Sequence[Tensor],
     layout: Layout,
     keep: bool = True,
+    around: Around = nullcontext,
 ) -> Product:
     """Make the graph of the outputs and of its transpose.
 
@@ -33,6 +35,7 @@ def kept(
         parameters: Leaves of the graph.
         layout: Of the parameters.
         keep: If not, the last vector of the first block frees the graphs as it goes.
+        around: Makes a context for all backward passes, in which checkpointed parts run again.
     """
 
     def transpose() -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
@@ -44,7 +47,10 @@ def kept(
             torch.autograd.grad(outputs, parameters, seed, create_graph=True, allow_unused=True),
         )
 
-    outputs, seed, gradients = rewriting(transpose, second=False)
+    with around():
+        # what runs again has to run as it did the first time
+        made = rewriting(transpose, second=False) if around is nullcontext else transpose()
+    outputs, seed, gradients = made
     bend = curvature(outputs.detach())
     dependent = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
     used, roots = [i for i, _ in dependent], [g for _, g in dependent]
@@ -57,10 +63,11 @@ def kept(
             stays = keep or number < len(block)
             pieces = layout.unflatten(vector)
             seeds = [pieces[i] for i in used]
-            (along,) = torch.autograd.grad(roots, seed, seeds, retain_graph=stays)
-            images = torch.autograd.grad(
-                outputs, parameters, bend(along), retain_graph=stays, allow_unused=True
-            )
+            with around():
+                (along,) = torch.autograd.grad(roots, seed, seeds, retain_graph=stays)
+                images = torch.autograd.grad(
+                    outputs, parameters, bend(along), retain_graph=stays, allow_unused=True
+                )
             layout.flatten(images, out=row)
         return result
 

@@ -1,8 +1,16 @@
-"""Cross-entropies whose first and second derivatives keep their digits as the loss goes to 0.
+"""Functions of torch whose derivatives are missing, wrong or without digits, replaced.
 
-torch's gradient at the logits is ``softmax - one_hot``. On a sample that is fitted with probability
-``p`` the difference ``p - 1`` has a relative error of eps / (1 - p): in float32 nothing is left of
-it at a loss of 1e-7, where trained networks are. Here no term is a difference of nearly equal ones:
+:class:`Replaced` puts others in their place while a loss is evaluated, whether the user calls them
+or a layer inside the model. They are made of torch's operations, so that every engine can
+differentiate and trace them. The context is the thread's own.
+
+**Attention** has fused implementations without second derivatives: the written-out one is used.
+**weight_norm** has a second derivative in torch 2.13 that is wrong: its formula is written out.
+
+**Cross-entropies** lose their digits as the loss goes to 0. torch's gradient at the logits is
+``softmax - one_hot``. On a sample that is fitted with probability ``p`` the difference ``p - 1``
+has a relative error of eps / (1 - p): in float32 nothing is left of it at a loss of 1e-7, where
+trained networks are. Here no term is a difference of nearly equal ones:
 
 - the loss is ``log(1 + sum of exp(z_j - z_y))`` over the other classes ``j``, and so its gradient
   at the target's logit is minus the sum of the others';
@@ -10,22 +18,23 @@ it at a loss of 1e-7, where trained networks are. Here no term is a difference o
   which changes nothing exactly (a constant is in its kernel) and leaves small terms small;
 - for binary targets, ``1 - sigmoid(z)`` is ``sigmoid(-z)``.
 
-:class:`Accurate` puts them in place of torch's while a loss is evaluated, whether it is the user's
-or one that a model computes inside. They are made of torch's operations, so that every engine can
-differentiate and trace them. Soft targets and label smoothing keep torch's own: there the loss does
-not go to 0.
+Soft targets and label smoothing keep torch's own: there the loss does not go to 0.
 """
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from curvlab.operators.products.attention import ARGUMENTS, attention, pays
 from curvlab.operators.products.recompute import LARGE, PIECE, Formula, recomputable, recomputed
 
+# Some of torch's switches are the whole process's: one thread at a time may have them changed.
+ONE_AT_A_TIME = threading.RLock()
 LINEAR = 40.0  # softplus(x) is x from here on, to rounding in float64
 
 
@@ -43,12 +52,10 @@ def curve(probabilities: Tensor, tangents: Tensor) -> Tensor:
     return weighted.addcmul_(probabilities, weighted.sum(-1, keepdim=True), value=-1.0)
 
 
-class Accurate(TorchFunctionMode):
-    """Replaces ``cross_entropy`` and ``binary_cross_entropy_with_logits`` inside the context.
+class Replaced(TorchFunctionMode):
+    """Replaces the functions in calls made inside the context; notes whether attention was one."""
 
-    Long attention too, see :mod:`curvlab.operators.products.attention`: every mode costs each call
-    of torch inside it some microseconds, so there is one.
-    """
+    attention = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -61,9 +68,16 @@ class Accurate(TorchFunctionMode):
             if _known(given) and given["target"].shape == given["input"].shape:
                 return _binary(given)
         elif func is functional.scaled_dot_product_attention:
+            self.attention = True
             given = {**ARGUMENTS, **dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
-            if pays(given):
-                return attention(given)
+            return attention(given) if pays(given) else _attention(given)
+        elif func is functional.multi_head_attention_forward:
+            # inside a function this context is off, so that torch itself has to be told
+            self.attention = True
+            with ONE_AT_A_TIME, sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
+        elif func is torch._weight_norm:
+            return _weight_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -126,7 +140,7 @@ def _cross_entropy(given: dict[str, Any]) -> Tensor:
         # A vocabulary: the formula holds several numbers for each logit, so a few rows at a time.
         step = max(1, PIECE // (rows.shape[1] * rows.element_size()))
         pieces = zip(torch.split(rows, step), torch.split(column, step), strict=True)
-        losses = torch.cat([recomputed(Formula(_losses), piece)[0] for piece in pieces])
+        losses: Tensor = torch.cat([recomputed(Formula(_losses), piece)[0] for piece in pieces])
     else:
         losses = _losses(rows, column)
     weights = counted.to(losses.dtype) if weight is None else weight[column[:, 0]] * counted
@@ -144,7 +158,8 @@ def _losses(rows: Tensor, column: Tensor) -> Tensor:
     others = (beyond - top).scatter(1, column, -torch.inf).exp().sum(1)
     top = top.squeeze(1)
     # log(exp(-top) + others) + top, written so that it is log1p(others) where top is 0
-    return torch.log1p(others + torch.expm1(-top)) + top
+    result: Tensor = torch.log1p(others + torch.expm1(-top)) + top
+    return result
 
 
 def _binary(given: dict[str, Any]) -> Tensor:
@@ -158,3 +173,18 @@ def _binary(given: dict[str, Any]) -> Tensor:
     if given["reduction"] == "none":
         return losses
     return losses.mean() if given["reduction"] == "mean" else losses.sum()
+
+
+def _attention(given: dict[str, Any]) -> Tensor:
+    result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_attention_math(
+        *(given[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")),
+        scale=given["scale"],
+        enable_gqa=given["enable_gqa"],
+    )
+    return result[0]
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    kept = range(v.dim()) if dim == -1 else [d for d in range(v.dim()) if d != dim]
+    scale: Tensor = g / torch.linalg.vector_norm(v, dim=tuple(kept), keepdim=True)
+    return v * scale

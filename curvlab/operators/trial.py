@@ -1,0 +1,196 @@
+"""An operator tried on a few samples when it is made: what it takes, and whether it is right.
+
+A few samples from all over the data show a wrong derivative as well as all of them would, at a
+fraction of the cost: products with random vectors are compared for symmetry, repeatability and
+linearity, an engine that is not plain autograd with plain autograd, and one product with a
+difference of gradients in float64, which sees a second derivative that is wrong but symmetric.
+"""
+
+import logging
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+
+from curvlab.batches import rows, sample_count
+from curvlab.operators.policy import arithmetic
+from curvlab.operators.problem import TRIED, Chunk
+from curvlab.operators.products import memory
+from curvlab.operators.products.autograd import Product
+from curvlab.operators.verify import MARGIN, require_finite_loss
+from curvlab.probe import Certificate, OperatorError, probe
+
+if TYPE_CHECKING:
+    from curvlab.operators.curvature import Curvature
+
+log = logging.getLogger("curvlab")
+
+FEW = 2  # samples; more where two of them say nothing
+# Steps relative to the parameters, and the error that differences over them may have. The first is
+# small enough not to cross the kinks of a ReLU network. The other is for arithmetic inside a model
+# that is coarser than float64.
+STEPS = ((1e-7, 1e-3), (1e-3, 5e-2))
+
+
+class DerivativeError(OperatorError):
+    """A product is symmetric and is not the derivative of the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A product of few samples, kept and used once; and what a chunk takes, at most."""
+
+    chunk: Chunk
+    product: Product
+    vector: Tensor  # random signs, (n,)
+    image: Tensor
+    bound: memory.Cost
+    units: int  # samples, or 1 for a whole batch
+
+
+def attempt(operator: "Curvature") -> Trial:
+    """Make a product of a few samples and use it once."""
+    problem = operator.problem
+    with arithmetic(operator.device, problem.precision):
+        try:
+            return _attempt(operator)
+        except CheckpointError:
+            log.info("activation checkpointing: products run the checkpointed parts again")
+            problem.recomputes = True
+            return _attempt(operator)
+        except NotImplementedError as error:
+            raise OperatorError(
+                f"torch cannot differentiate a layer of this model twice: {error} Write that "
+                "layer with others that it can (EmbeddingBag as Embedding and a mean)"
+            ) from error
+
+
+def _attempt(operator: "Curvature") -> Trial:
+    samples = None if operator.problem.whole else operator.problem.batches.samples
+    size = min(FEW, samples or FEW)
+    generator = torch.Generator().manual_seed(1)
+    signs = torch.randint(0, 2, (operator.n,), generator=generator, dtype=torch.int8)
+    vector = signs.to(operator.device, operator.dtype).mul_(2).sub_(1)
+    while True:
+        chunk = Chunk(_some(operator, samples, size), number=TRIED)
+        with memory.LiveBytes() as live:
+            product = operator._build(chunk)
+            kept = live.live
+            image = product(vector[None])[0]
+        finite = bool(image.isfinite().all())
+        if samples is None or size == samples or (finite and bool((image != 0).any())):
+            if not finite:
+                require_finite_loss(chunk, operator.problem.value(chunk.batch, 0))
+            units = size if samples is not None else 1
+            bound = memory.Cost(0.0, kept / units, 0.0, live.peak / units)
+            return Trial(chunk, product, vector, image, bound, units)
+        size = min(samples, 8 * size)
+
+
+def _some(operator: "Curvature", samples: int | None, size: int) -> Any:
+    """``size`` samples from all over the largest batch; the largest batch itself if it is whole."""
+    problem = operator.problem
+    batches = problem.batches.pieces(None) if samples is None else problem.batches.joined
+    largest = max(batches, key=lambda batch: sample_count(batch) or 0)
+    count = sample_count(largest)
+    if samples is None or count is None or count <= size:
+        return largest
+    return rows(largest, torch.arange(size, device=operator.device) * (count // size))
+
+
+def certify(operator: "Curvature", trial: Trial) -> Certificate:
+    """The certificate of the trial's product; raises :class:`OperatorError` if it is not right."""
+    precision = operator.problem.precision
+    with arithmetic(operator.device, precision):
+        certificate = probe(_Part(operator, trial.product), limit=operator.limit)
+        certificate.require()
+        if operator._engine not in ("retained", "rebuilt", "blockwise"):
+            _compare_engines(operator, trial, certificate.limit)
+        copies = 6 * 8 * operator.n  # the parameters, moved ones and gradients in float64
+        if precision == "exact" and operator.plan is None and copies < operator._room:
+            _compare_differences(operator, trial)
+    return certificate
+
+
+def _compare_engines(operator: "Curvature", trial: Trial, limit: float) -> None:
+    """Raise unless an engine that is not plain autograd agrees with it on one vector."""
+    plain = operator._retained(trial.chunk)(trial.vector[None])[0]
+    error = _distance(trial.image, plain)
+    if not error <= limit:
+        # near a perfect fit, plain autograd may have no more digits than this
+        with operator.problem.moved(float(torch.finfo(operator.dtype).eps)):
+            moved = operator._retained(trial.chunk)(trial.vector[None])[0]
+        limit = max(limit, MARGIN * _distance(moved, plain))
+    if not error <= limit:
+        raise OperatorError(
+            f"engine {operator._engine!r} and plain autograd differ by {error:.1e} (limit "
+            f'{limit:.1e}): pass engine="retained" and report this model'
+        )
+
+
+def _compare_differences(operator: "Curvature", trial: Trial) -> None:
+    """Raise if a product is not the difference of gradients that it should be.
+
+    Differences up and down that do not agree (a kink, coarse arithmetic) decide nothing.
+    """
+    for step, limit in STEPS:
+        try:
+            error = difference(operator, trial, step, limit)
+        except RuntimeError as failure:  # a layer that insists on its dtype
+            log.info("no differences in float64: %s", str(failure).splitlines()[0])
+            return
+        if error is not None and error <= limit:
+            return
+        if error is not None:
+            unused = operator.problem.unused
+            named = f" {', '.join(unused[:5])} have no gradient." if unused else ""
+            raise DerivativeError(
+                f"products differ from differences of gradients by {error:.1e} (limit {limit:.0e}):"
+                f" a part of the model is not differentiated twice.{named} Usual causes and cures: "
+                "a reentrant activation checkpoint (pass use_reentrant=False), a custom "
+                "autograd.Function whose backward detaches or uses .data (write it with torch "
+                "operations), .detach() or .data in forward. check=False takes products as they "
+                "are, for a straight-through estimator"
+            )
+    log.info("differences of gradients do not agree with each other and decide nothing")
+
+
+def difference(operator: "Curvature", trial: Trial, step: float, limit: float) -> float | None:
+    """The relative error of the trial's product against central differences in float64.
+
+    ``None`` if it is above ``limit`` and differences up and down are as far from each other.
+    """
+    problem = operator.problem
+    blocks = problem.in_blocks(second=False) if operator._engine == "blockwise" else nullcontext()
+    with problem.cast(torch.float64), blocks:
+        chunk = problem.fine(trial.chunk)
+        norm = math.sqrt(sum(float(p.detach().square().sum()) for p in problem.parameters))
+        size = step * max(1.0, norm) / operator.n**0.5  # of the step along each parameter
+        along = trial.vector.double() * size
+        up, down = operator._moved(chunk, along), operator._moved(chunk, -along)
+        image = trial.image.double()
+        error = _distance(image, operator._rate(chunk, (up - down) / (2 * size)))
+        if error <= limit:
+            return error
+        here = operator._moved(chunk, torch.zeros_like(along))
+        rates = [operator._rate(chunk, rise / size) for rise in (up - here, here - down)]
+        return error if _distance(*rates) <= limit else None
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp_min(1e-300))
+
+
+class _Part:
+    """A product as an operator, for the probe."""
+
+    def __init__(self, whole: "Curvature", product: Product) -> None:
+        self.n, self.dtype, self.device = whole.n, whole.dtype, whole.device
+        self._product = product
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        return self._product(vectors.reshape(-1, self.n)).reshape(vectors.shape)
