@@ -13,19 +13,31 @@ from curvlab.doctor.report import Finding
 from curvlab.operators.policy import arithmetic
 from curvlab.operators.problem import Chunk, Problem
 from curvlab.operators.products.autograd import kept
+from curvlab.operators.verify import rounding
 
-STEP = 1e-6  # relative to the parameters
 TRIES = 3  # a step over a kink of ReLU makes one difference meaningless, hardly all of them
-LIMIT = 1e-3
+# Steps relative to the parameters and the errors that differences over them may have, for a loss
+# that is computed in float64, and for one that a model computes in float32 whatever it is given.
+COARSE = 1e-11  # relative rounding of a loss that is not computed in float64 throughout
+STEPS = {torch.float64: (1e-6, 1e-3), torch.float32: (3e-3, 5e-2)}
 
 
 def compare(problem: Problem) -> Iterator[Finding]:
     """Compare first and second derivatives on the first samples with central differences."""
     batch = problem.batches.pieces(None if problem.whole else 16)[0]
     chunk = Chunk(batch)
+    inside = problem.computed_in
+    if inside == torch.float64 and rounding(problem, batch) > COARSE * problem.value(batch, 0):
+        inside = torch.float32  # in a layer, and converted back
+    if inside not in STEPS:
+        yield _inside(inside, "too coarse for differences: derivatives were not compared")
+        return
+    if inside != torch.float64:
+        yield _inside(inside, "compared with differences to a few per cent only")
+    step, limit = STEPS[inside]
     with arithmetic(problem.device, problem.precision):
-        first, second = errors(problem, chunk)
-    if not first <= LIMIT:
+        first, second = errors(problem, chunk, step, float(torch.finfo(inside).eps))
+    if not first <= limit:
         yield Finding(
             "wrong first derivative",
             "wrong",
@@ -35,7 +47,7 @@ def compare(problem: Problem) -> Iterator[Finding]:
             "curvature of such a model is not that of its loss: replace the layer",
             "no",
         )
-    elif not second <= LIMIT:
+    elif not second <= limit:
         yield Finding(
             "wrong second derivative",
             "wrong",
@@ -46,14 +58,24 @@ def compare(problem: Problem) -> Iterator[Finding]:
         )
 
 
-def errors(problem: Problem, chunk: Chunk) -> tuple[float, float]:
+def _inside(dtype: torch.dtype, what: str) -> Finding:
+    return Finding(
+        "loss computed in " + str(dtype).removeprefix("torch."),
+        "note",
+        f"the model computes its loss in {dtype} inside, also where it is given float64: {what}",
+        "nothing: limits are set from that precision; dtype=torch.float64 brings no more digits",
+        "yes",
+    )
+
+
+def errors(problem: Problem, chunk: Chunk, relative: float, unit: float) -> tuple[float, float]:
     """Relative errors of gradient and Hessian product, each the least of some directions."""
     parameters, layout = problem.parameters, problem.layout
     flat = layout.flatten(parameters)
     product = kept(lambda: problem.loss(chunk, parameters), parameters, layout)
     gradient = _gradient(problem, chunk, flat)
     generator = torch.Generator().manual_seed(0)
-    step = STEP * max(1.0, float(flat.norm()))
+    step = relative * max(1.0, float(flat.norm()))
     firsts, seconds = [], []
     for _ in range(TRIES):
         vector = torch.randn(layout.n, generator=generator, dtype=flat.dtype).to(flat.device)
@@ -67,7 +89,7 @@ def errors(problem: Problem, chunk: Chunk) -> tuple[float, float]:
         bend = (_gradient(problem, chunk, up) - _gradient(problem, chunk, down)) / (2 * step)
         image = product(vector[None])[0]
         # what the rounding of the two gradients leaves of their difference
-        noise = 1e3 * torch.finfo(flat.dtype).eps * float(gradient.norm()) / step
+        noise = 1e3 * unit * float(gradient.norm()) / step
         size = max(float(image.norm()), float(bend.norm()), noise, 1e-300)
         seconds.append(float((image - bend).norm()) / size)
     return min(firsts), min(seconds)

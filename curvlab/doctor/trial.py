@@ -93,7 +93,7 @@ def _compared(model: nn.Module, loss: Any, few: Any, mode: Any, options: Any) ->
     """Derivatives against differences, in float64."""
     try:
         yield from compare(Problem(model, loss, [few], mode=mode, **{**options, "dtype": _FINE}))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         yield Finding(
             "float64 does not run",
             "note",

@@ -171,6 +171,8 @@ class Curvature(Operator):
             "reduction": problem.reduction,
             "precision": problem.precision,
             "dtype": str(self.dtype),
+            "loss computed in": str(problem.computed_in),
+            "without gradient": list(problem.unused),
             "engine": self.engine,
         }
 

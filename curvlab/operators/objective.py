@@ -70,12 +70,29 @@ def terms(loss: Loss | Objective | None) -> Terms:
     call = loss
 
     def criterion(output: Tensor, batch: Any) -> Tensor:
-        return call(output, target_of(batch))
+        target = target_of(batch)
+        if _of_tokens(call, output, target):
+            raise ValueError(
+                f"cross_entropy takes classes along dimension 1, and these logits "
+                f"{tuple(output.shape)} have them along the last: pass curvlab.losses.next_token, "
+                "or curvlab.losses.sequence if labels stand where they are predicted, and its "
+                ".count as count="
+            )
+        return call(output, target)
 
     def whole(model: nn.Module, batch: Any) -> Tensor:
         return criterion(_output(model, batch), batch)
 
     return Terms(whole, _output, criterion, loss)
+
+
+def _of_tokens(loss: object, output: Any, target: Any) -> bool:
+    """Logits ``(samples, tokens, vocabulary)`` given to torch's cross-entropy as they are."""
+    if loss is not nn.functional.cross_entropy and not isinstance(loss, nn.CrossEntropyLoss):
+        return False
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor) or output.dim() != 3:
+        return False
+    return target.shape == output.shape[:2] != (output.shape[0], output.shape[2])
 
 
 def target_of(batch: Any) -> Any:

@@ -102,6 +102,7 @@ class Problem:
         self._recurrent = any(isinstance(module, nn.RNNBase) for module in self.flags)
         # whether a forward pass draws random numbers, and whether that is still being found out
         self.draws, self.watching = False, True
+        self.computed_in = self.dtype  # the dtype of the loss, which a model may compute in another
         self.attention = False  # whether a forward pass calls scaled_dot_product_attention
         self.recomputes = False  # whether products run checkpointed parts of the model again
         self._take_modules()
@@ -302,7 +303,9 @@ class Problem:
     def value(self, batch: Any, seed: int) -> float:
         """The loss of ``batch``, unweighted."""
         with torch.no_grad():
-            return float(require_scalar(self._run(self.terms.whole, Chunk(batch), seed=seed)))
+            value = require_scalar(self._run(self.terms.whole, Chunk(batch), seed=seed))
+        self.computed_in = value.dtype
+        return float(value)
 
     @contextlib.contextmanager
     def moved(self, relative: float) -> Iterator[None]:
@@ -354,13 +357,21 @@ class Problem:
 
     def depend(self, batch: Any) -> float:
         """The loss of ``batch``; notes selected parameters without a gradient, and closures."""
-        value, self.unused, foreign = self._gradients_of(batch)
+        closes = "the loss or a layer closes over the model, which is therefore borrowed"
+        try:
+            value, self.unused, foreign = self._gradients_of(batch)
+        except RuntimeError:  # tensors of the model and of its copy that do not go together
+            if self.borrowed:
+                raise
+            self._borrow_modules()
+            value, self.unused, foreign = self._gradients_of(batch)
+            log.info(closes)
         if (foreign or self.unused) and not self.borrowed:
             self._borrow_modules()
             value, unused, _ = self._gradients_of(batch)
             if foreign or len(unused) < len(self.unused):
                 self.unused = unused
-                log.info("the loss or a layer closes over the model, which is therefore borrowed")
+                log.info(closes)
             else:
                 self._take_modules()
         return value

@@ -142,7 +142,7 @@ def rounding(problem: "Problem", batch: Any) -> float:
     """How far the loss of ``batch`` moves when all parameters move by as much as they are rounded.
 
     A larger step, of which only what is not smooth is taken, shows arithmetic inside the model that
-    is coarser than the parameters' own.
+    is coarser than the parameters' own; so does the dtype of the loss.
     """
     unit = float(torch.finfo(problem.dtype).eps)
 
@@ -155,7 +155,8 @@ def rounding(problem: "Problem", batch: Any) -> float:
         return 0.0  # random: that is not rounding
     step = 0.1 * unit**0.5
     rough = 0.5 * abs((at(step) - here) + (at(-step) - here))
-    return max(abs(at(unit) - here), abs(at(-unit) - here), rough)
+    own = float(torch.finfo(problem.computed_in).eps) * abs(here)
+    return max(abs(at(unit) - here), abs(at(-unit) - here), rough, own)
 
 
 def require_same_gradient(problem: "Problem", chunk: "Chunk") -> None:
