@@ -287,6 +287,17 @@ def test_a_wrong_second_derivative_that_is_symmetric_is_caught(dtype):
     assert not any(p.grad is not None for p in model.parameters())
 
 
+def test_the_padding_row_of_an_embedding_is_a_constant_and_no_wrong_derivative():
+    model = seeded(lambda: nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Tanh()))
+    model.append(nn.Flatten()).append(nn.Linear(12, 3))
+    data = torch.randint(0, 5, (6, 3)), torch.randint(0, 3, (6,))
+    with torch.no_grad():
+        model[0].weight[0] = 0.3
+    matrix = Hessian(model, F.cross_entropy, data, dtype=torch.float64).dense()
+    assert not matrix[:4].any()
+    assert matrix[4:20].any()
+
+
 class Checkpointed(nn.Module):
     """Attention behind a checkpoint, or the first layer, which a reentrant one silently detaches"""
 

@@ -13,12 +13,11 @@ from curvlab.doctor.report import Finding
 from curvlab.operators.policy import arithmetic
 from curvlab.operators.problem import Chunk, Problem
 from curvlab.operators.products.autograd import kept
-from curvlab.operators.verify import rounding
+from curvlab.operators.verify import coarse
 
 TRIES = 3  # a step over a kink of ReLU makes one difference meaningless, hardly all of them
 # Steps relative to the parameters and the errors that differences over them may have, for a loss
 # that is computed in float64, and for one that a model computes in float32 whatever it is given.
-COARSE = 1e-11  # relative rounding of a loss that is not computed in float64 throughout
 STEPS = {torch.float64: (1e-6, 1e-3), torch.float32: (3e-3, 5e-2)}
 
 
@@ -27,7 +26,7 @@ def compare(problem: Problem) -> Iterator[Finding]:
     batch = problem.batches.pieces(None if problem.whole else 16)[0]
     chunk = Chunk(batch)
     inside = problem.computed_in
-    if inside == torch.float64 and rounding(problem, batch) > COARSE * problem.value(batch, 0):
+    if inside == torch.float64 and coarse(problem, batch):
         inside = torch.float32  # in a layer, and converted back
     if inside not in STEPS:
         yield _inside(inside, "too coarse for differences: derivatives were not compared")

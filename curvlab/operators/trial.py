@@ -8,12 +8,13 @@ difference of gradients in float64, which sees a second derivative that is wrong
 
 import logging
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from curvlab.batches import rows, sample_count
@@ -75,6 +76,8 @@ def _attempt(operator: "Curvature") -> Trial:
     generator = torch.Generator().manual_seed(1)
     signs = torch.randint(0, 2, (operator.n,), generator=generator, dtype=torch.int8)
     vector = signs.to(operator.device, operator.dtype).mul_(2).sub_(1)
+    for row in _constant_rows(operator):
+        vector[row] = 0.0
     while True:
         chunk = Chunk(_some(operator, samples, size), number=TRIED)
         with memory.LiveBytes() as live:
@@ -89,6 +92,17 @@ def _attempt(operator: "Curvature") -> Trial:
             bound = memory.Cost(0.0, kept / units, 0.0, live.peak / units)
             return Trial(chunk, product, vector, image, bound, units)
         size = min(samples, 8 * size)
+
+
+def _constant_rows(operator: "Curvature") -> Iterator[slice]:
+    """The padding rows of embeddings: torch gives them no gradient although the loss moves."""
+    places = operator.problem.layout.slices()
+    for name, module in operator.problem.model.named_modules():
+        where = places.get(f"{name}.weight" if name else "weight")
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None and where:
+            width = module.embedding_dim
+            start = where.start + module.padding_idx * width
+            yield slice(start, start + width)
 
 
 def _some(operator: "Curvature", samples: int | None, size: int) -> Any:

@@ -24,6 +24,7 @@ MIXED = 48  # samples picked from all over the data
 # Rounding happens in every operation, the parameters' is measured. A wrong reduction, a coupling of
 # samples or a wrong engine is off by far more than this, wherever there is anything but rounding.
 MARGIN = 30.0
+COARSE = 1e5  # times the rounding of the parameters' own dtype
 REDUCTIONS: tuple[Reduction, Reduction] = ("mean", "sum")
 
 
@@ -141,22 +142,38 @@ def same(problem: "Problem", batch: Any, one: float, other: float) -> bool:
 def rounding(problem: "Problem", batch: Any) -> float:
     """How far the loss of ``batch`` moves when all parameters move by as much as they are rounded.
 
-    A larger step, of which only what is not smooth is taken, shows arithmetic inside the model that
-    is coarser than the parameters' own; so does the dtype of the loss.
+    Arithmetic inside the model that is coarser than the parameters' own counts too, and the dtype
+    of the loss.
     """
+    here = problem.value(batch, 0)
+    if abs(problem.value(batch, 0) - here) > problem.tolerance * abs(here):
+        return 0.0  # random: that is not rounding
+    own = float(torch.finfo(problem.computed_in).eps) * abs(here)
+    return max(own, *_moves(problem, batch, here))
+
+
+def coarse(problem: "Problem", batch: Any) -> bool:
+    """Whether something inside the model is computed with fewer digits than the parameters have.
+
+    A loss near 0 tells nothing: it may be all rounding in any precision.
+    """
+    here = problem.value(batch, 0)
+    unit = float(torch.finfo(problem.dtype).eps)
+    moves = max(_moves(problem, batch, here))
+    return abs(here) > unit**0.25 and moves > COARSE * unit * abs(here)
+
+
+def _moves(problem: "Problem", batch: Any, here: float) -> tuple[float, float]:
+    """What is not smooth over a larger step; and the move with the rounding of the parameters."""
     unit = float(torch.finfo(problem.dtype).eps)
 
     def at(step: float) -> float:
         with problem.moved(step):
             return problem.value(batch, 0)
 
-    here = problem.value(batch, 0)
-    if abs(problem.value(batch, 0) - here) > problem.tolerance * abs(here):
-        return 0.0  # random: that is not rounding
     step = 0.1 * unit**0.5
     rough = 0.5 * abs((at(step) - here) + (at(-step) - here))
-    own = float(torch.finfo(problem.computed_in).eps) * abs(here)
-    return max(abs(at(unit) - here), abs(at(-unit) - here), rough, own)
+    return rough, max(abs(at(unit) - here), abs(at(-unit) - here))
 
 
 def require_same_gradient(problem: "Problem", chunk: "Chunk") -> None:
