@@ -140,7 +140,7 @@ def _cross_entropy(given: dict[str, Any]) -> Tensor:
         # A vocabulary: the formula holds several numbers for each logit, so a few rows at a time.
         step = max(1, PIECE // (rows.shape[1] * rows.element_size()))
         pieces = zip(torch.split(rows, step), torch.split(column, step), strict=True)
-        losses: Tensor = torch.cat([recomputed(Formula(_losses), piece)[0] for piece in pieces])
+        losses = torch.cat([recomputed(Formula(_losses), piece)[0] for piece in pieces])
     else:
         losses = _losses(rows, column)
     weights = counted.to(losses.dtype) if weight is None else weight[column[:, 0]] * counted

@@ -196,6 +196,8 @@ def difference(operator: "Curvature", trial: Trial, step: float, limit: float) -
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
+    # float64, in which the squares of a nearly fitted model's products do not vanish
+    one, other = one.double(), other.double()
     return float((one - other).norm() / other.norm().clamp_min(1e-300))
 
 
