@@ -245,6 +245,46 @@ def test_a_block_that_fills_a_cache_is_refused_with_the_cure() -> None:
         curvlab.Hessian(Cached(), cross_entropy, batch, engine="blockwise")
 
 
+class Optional(nn.Module):
+    """Returns None beside its tensor, and changes a buffer that it has read in place."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, values: Tensor, cache: None = None) -> tuple[Tensor, None, None]:
+        calls = self.calls.clone()
+        self.calls.mul_(0.5)
+        return values + calls * torch.tanh(self.norm(self.linear(values))), None, cache
+
+
+class Optionals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Optional(), Optional()])
+
+    def forward(self, values: Tensor) -> Tensor:
+        cache = None
+        for block in [*self.blocks, *self.blocks]:
+            values, _, cache = block(values, cache=cache)
+        return values
+
+
+def test_blocks_may_return_none_and_change_their_buffers() -> None:
+    torch.manual_seed(0)
+    model, batch = Optionals().double(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
+    whole, parts = (
+        curvlab.Hessian(model, cross_entropy, batch, mode="batch statistics", engine=engine)
+        for engine in ("rebuilt", "blockwise")
+    )
+    vector = torch.randn(whole.n, dtype=torch.float64)
+    for _ in range(2):  # the second product finds nothing changed by the first
+        torch.testing.assert_close(parts @ vector, whole @ vector, rtol=1e-12, atol=1e-12)
+
+
 def peak(operator: Any) -> int:
     vector = torch.ones(operator.n, dtype=operator.dtype)
     operator._kept.clear()

@@ -26,10 +26,12 @@ from curvlab.probe import OperatorError
 
 REMEDY = (
     "Blocks are computed again when they are differentiated: they may read only their arguments, "
-    "parameters and buffers, and may not change an argument, such as a cache of keys and values. "
+    "parameters and buffers, may not change an argument, such as a cache of keys and values, and "
+    "must pass tensors bare or in tuples, lists and dictionaries: no other class is looked into. "
     "For a Hugging Face model set model.config.use_cache = False; otherwise pass engine="
     '"rebuilt" with chunk=1, or a larger budget='
 )
+TENSOR = object()  # stands where a tensor belongs; None is a result of its own
 Context = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
 
 
@@ -91,14 +93,16 @@ class _Recomputed:
     second: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        named = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers())}
+        parameters, buffers = dict(self.block.named_parameters()), dict(self.block.named_buffers())
         leaves, spec = tree_flatten((args, kwargs))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        tensors = [*named.values(), *(leaves[i] for i in where)]
+        # Kept as they are now: a block may change its buffers, as BatchNorm does.
+        before = [buffer.clone() for buffer in buffers.values()]
+        tensors = [*parameters.values(), *before, *(leaves[i] for i in where)]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             return self.original(*args, **kwargs)
         states = [generator.get_state() for generator in generators(tensors[0].device)]
-        call = _Call(self, list(named), leaves, spec, where, states)
+        call = _Call(self, [*parameters, *buffers], len(parameters), leaves, spec, where, states)
         return call.structured(recomputed(call, tensors))
 
 
@@ -107,26 +111,28 @@ class _Call:
     """One call of a block: how to run it again on other tensors, and how its results lie."""
 
     of: _Recomputed
-    names: list[str]
+    names: list[str]  # of the parameters, then of the buffers
+    parameters: int
     leaves: list[Any]
     spec: TreeSpec
     where: list[int]
     states: list[Tensor] = field(default_factory=list)  # of the generators, before the block ran
-    results: list[Any] = field(default_factory=list)  # with None where a tensor belongs
+    results: list[Any] = field(default_factory=list)  # with TENSOR where one belongs
     results_spec: TreeSpec | None = None
 
     def __post_init__(self) -> None:
         self.leaves = list(self.leaves)
         for i in self.where:
-            self.leaves[i] = None  # held by autograd, which frees them
+            self.leaves[i] = TENSOR  # held by autograd, which frees them
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that the block returns for these parameters, buffers and arguments."""
+        """The tensors that the block returns; it may change its own buffers, this first time."""
+        return self._run(tensors, self.names[: self.parameters])
+
+    def _run(self, tensors: Sequence[Tensor], given: Sequence[str]) -> list[Tensor]:
+        """The tensors that the block returns for these arguments and these ``given`` tensors."""
         count = len(self.names)
-        state = {
-            f"block.{name}": tensor
-            for name, tensor in zip(self.names, tensors[:count], strict=True)
-        }
+        state = {f"block.{name}": tensor for name, tensor in zip(given, tensors, strict=False)}
         leaves = list(self.leaves)
         for i, tensor in zip(self.where, tensors[count:], strict=True):
             leaves[i] = tensor
@@ -134,7 +140,7 @@ class _Call:
         inside = _Inside(self.of.block, self.of.original)
         result = functional_call(inside, state, args, kwargs)
         flat, self.results_spec = tree_flatten(result)
-        self.results = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        self.results = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat]
         return [leaf for leaf in flat if isinstance(leaf, Tensor)]
 
     @property
@@ -146,8 +152,10 @@ class _Call:
         with self.of.again(self.of.block), Rewritten(second=self.of.second):
             for generator, state in zip(generators(tensors[0].device), self.states, strict=True):
                 generator.set_state(state)  # the context puts back the caller's
+            first, end = self.parameters, len(self.names)
+            buffers = [buffer.clone() for buffer in tensors[first:end]]  # changed once more
             try:
-                return self.run(tensors)
+                return self._run([*tensors[:first], *buffers, *tensors[end:]], self.names)
             except (TypeError, AttributeError, IndexError, KeyError, RuntimeError) as error:
                 raise OperatorError(
                     f"a block ({type(self.of.block).__name__}) could not be run again: {error}. "
@@ -158,7 +166,7 @@ class _Call:
         if self.results_spec is None:
             raise RuntimeError("a block's results are asked for before it has run")
         given = iter(tensors)
-        flat = [next(given) if leaf is None else leaf for leaf in self.results]
+        flat = [next(given) if leaf is TENSOR else leaf for leaf in self.results]
         return tree_unflatten(flat, self.results_spec)
 
 
