@@ -2,21 +2,29 @@
 
 Every solver is a function of its effort (a tolerance, or a number of steps) and returns values
 ``(k,)``, vectors ``(k, n)`` and how many products it took. A contender lists the efforts it may try
-in order: the first is what its own documentation would have one use for the wanted tolerance.
+in order: the first is what its own documentation would have one use for the wanted tolerance. What
+a user pays before the first product, an operator or a graph that is kept, is its ``prepare``.
+
+SciPy has a BLAS with threads of its own, which spin against torch's: on two cores that alone made
+it two to four times slower. So every contender is tried with several numbers of threads for each
+(``threadpoolctl`` sets the BLAS's), and SciPy is a contender only where that can be done.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import util
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.measure import version_of
+from benchmarks.measure import pinned_threads, version_of
 from benchmarks.networks import Network
+from benchmarks.plain import kept_hessian
 from benchmarks.trained import SIZES, trained
 from curvlab.eigen import Eigenpairs, block_lanczos, lanczos, power_iteration
 from curvlab.operators import Hessian
@@ -24,6 +32,7 @@ from curvlab.probe import LinearOperator
 
 Answer = tuple[Tensor, Tensor, int]  # values (k,), vectors (k, n), products
 Solver = Callable[[float], Answer]
+Product = Callable[[Tensor], Tensor]  # (n,) -> (n,), and (b, n) -> (b, n) for solvers with blocks
 MOST = 2_000  # products of one solve by a library that is not ours
 TIGHTER = (1.0, 1 / 3, 1 / 9, 1 / 27)  # tolerances tried, in units of the wanted one
 
@@ -41,20 +50,49 @@ class Diagonal:
 
 @dataclass(slots=True)
 class Problem:
-    """An operator, what one gradient costs beside it, and the network it belongs to."""
+    """An operator, what one gradient costs beside it, and the network it belongs to.
+
+    ``make`` builds the operator anew, as its user has to; ``operator`` is one that is there.
+    """
 
     name: str
+    make: Callable[[], LinearOperator]
     operator: LinearOperator
     gradient: Callable[[], object] | None
     network: Network | None
 
 
 @dataclass(frozen=True, slots=True)
+class Threads:
+    """How many threads torch and the BLAS of NumPy and SciPy may use."""
+
+    torch: int
+    blas: int
+
+    def __str__(self) -> str:
+        return f"{self.torch}/{self.blas}"
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        with pinned_threads(self.torch):
+            if not util.find_spec("threadpoolctl"):  # then nobody here uses that BLAS
+                yield
+                return
+            from threadpoolctl import threadpool_limits
+
+            with threadpool_limits(self.blas, user_api="blas"):
+                yield
+
+
+@dataclass(frozen=True, slots=True)
 class Contender:
-    """A solver of one problem and the efforts at which it may be run, the first its default."""
+    """A solver of one problem and the efforts at which it may be run, the first its default.
+
+    ``prepare`` makes what the solver needs before its first product, and returns the solver.
+    """
 
     version: str
-    solve: Solver
+    prepare: Callable[[], Solver]
     efforts: Sequence[float]
 
 
@@ -75,16 +113,19 @@ def problem(name: str, size: str, samples: int | None = None) -> Problem:
     shown = name if size == "full" else f"small {name}"
     shown = shown if samples is None else f"{shown} N={samples}"
     if name == "outliers":
-        return Problem(shown, outliers(100_000 if size == "full" else 10_000), None, None)
+        spectrum = outliers(100_000 if size == "full" else 10_000)
+        return Problem(shown, lambda: spectrum, spectrum, None, None)
     network = trained(SIZES[size][name], samples=samples)
-    operator = Hessian(network.model, network.loss, (network.inputs, network.targets))
     parameters = list(network.model.parameters())
 
     def gradient() -> object:
         value = network.loss(network.model(network.inputs), network.targets)
         return torch.autograd.grad(value, parameters)
 
-    return Problem(shown, operator, gradient, network)
+    def make() -> Hessian:
+        return Hessian(network.model, network.loss, (network.inputs, network.targets))
+
+    return Problem(shown, make, make(), gradient, network)
 
 
 def ours(
@@ -103,19 +144,23 @@ class Counted:
     A solver that asks for more than ``MOST`` is stopped: some never give up.
     """
 
-    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, product: Product) -> None:
         self.product = product
         self.count = 0
 
     def vector(self, vector: np.ndarray) -> np.ndarray:
-        self.count += 1
-        if self.count > MOST:
-            raise RuntimeError(f"not done after {MOST} products")
-        image = self.product(torch.from_numpy(np.ascontiguousarray(vector.reshape(-1))))
-        return np.asarray(image.detach().numpy())
+        return self._image(vector.reshape(-1), 1)
 
     def columns(self, block: np.ndarray) -> np.ndarray:
-        return np.stack([self.vector(column) for column in block.T], axis=1)
+        """All columns in one product: an operator may share work between them."""
+        return self._image(block.T, block.shape[1]).T
+
+    def _image(self, given: np.ndarray, products: int) -> np.ndarray:
+        self.count += products
+        if self.count > MOST:
+            raise RuntimeError(f"not done after {MOST} products")
+        image = self.product(torch.from_numpy(np.ascontiguousarray(given)))
+        return np.asarray(image.detach().numpy())
 
 
 def _sorted(values: np.ndarray, columns: np.ndarray, products: int) -> Answer:
@@ -130,7 +175,7 @@ def _start(n: int, columns: int, dtype: torch.dtype, seed: int) -> np.ndarray:
 
 
 def scipy_solver(
-    product: Callable[[Tensor], Tensor],
+    product: Product,
     n: int,
     k: int,
     *,
@@ -151,7 +196,7 @@ def scipy_solver(
     return run
 
 
-def lobpcg_solver(product: Callable[[Tensor], Tensor], n: int, k: int, scale: float) -> Solver:
+def lobpcg_solver(product: Product, n: int, k: int, scale: float) -> Solver:
     """SciPy's LOBPCG with a block of k: largest values only, and an absolute tolerance."""
     from scipy.sparse.linalg import LinearOperator as Scipy
     from scipy.sparse.linalg import lobpcg
@@ -169,7 +214,7 @@ def lobpcg_solver(product: Callable[[Tensor], Tensor], n: int, k: int, scale: fl
 
 
 def primme_solver(
-    product: Callable[[Tensor], Tensor],
+    product: Product,
     n: int,
     k: int,
     *,
@@ -199,35 +244,47 @@ def contenders(
         truth: The wanted values ``(k,)``, largest magnitude first.
         whole: Also those that need hundreds or thousands of products.
     """
-    operator, own = found.operator, version_of("curvlab")
     tolerances = [tol * factor for factor in TIGHTER]
+    own, n = version_of("curvlab"), found.operator.n
 
-    def product(vector: Tensor) -> Tensor:
-        return operator @ vector
+    def our(solve: Callable[..., Eigenpairs], **more: bool) -> Contender:
+        return Contender(own, lambda: ours(solve, found.make(), k, **more), tolerances)
 
     table = {
-        "lanczos": Contender(own, ours(lanczos, operator, k), tolerances),
-        "lanczos, uncertified": Contender(
-            own, ours(lanczos, operator, k, certify=False), tolerances
-        ),
-        "block lanczos": Contender(own, ours(block_lanczos, operator, k), tolerances),
-        "scipy eigsh, our product": Contender(
-            version_of("scipy"), scipy_solver(product, operator.n, k), tolerances
-        ),
+        "lanczos": our(lanczos),
+        "lanczos, uncertified": our(lanczos, certify=False),
+        "block lanczos": our(block_lanczos),
     }
-    least = float(truth.abs().min())
+    if whole:
+        table["deflated power iteration"] = our(_power)
+    if not util.find_spec("threadpoolctl") or not util.find_spec("scipy"):
+        return table
+    scipy, least = version_of("scipy"), float(truth.abs().min())
+
+    def product() -> Product:
+        operator = found.make()
+        return lambda vectors: operator @ vectors
+
+    table["scipy eigsh, our product"] = Contender(
+        scipy, lambda: scipy_solver(product(), n, k), tolerances
+    )
     if util.find_spec("primme"):
         share = least / float(truth.abs().max())  # from relative to a value to relative to the norm
-        solver = primme_solver(product, operator.n, k)
-        efforts = [share * one for one in tolerances]
-        table["primme, our product"] = Contender(version_of("primme"), solver, efforts)
+        table["primme, our product"] = Contender(
+            version_of("primme"),
+            lambda: primme_solver(product(), n, k),
+            [share * one for one in tolerances],
+        )
     if whole:
-        solver = lobpcg_solver(product, operator.n, k, least)
-        table["scipy lobpcg, our product"] = Contender(version_of("scipy"), solver, tolerances)
-        solver = ours(_power, operator, k)
-        table["deflated power iteration"] = Contender(own, solver, tolerances)
+        table["scipy lobpcg, our product"] = Contender(
+            scipy, lambda: lobpcg_solver(product(), n, k, least), tolerances
+        )
     if found.network is not None:
-        table.update(_from_peers(found.network, operator.n, k, tolerances))
+        net = found.network
+        table["scipy eigsh, kept graph"] = Contender(
+            scipy, lambda: scipy_solver(kept_hessian(net), n, k), tolerances
+        )
+        table.update(_from_peers(net, n, k, tolerances))
     return table
 
 
@@ -242,11 +299,19 @@ def _from_peers(net: Network, n: int, k: int, tolerances: Sequence[float]) -> di
     data = (net.model, net.loss, net.inputs, net.targets)
     for peer in peers.installed(net.name):
         version = version_of(peer.DISTRIBUTION)
-        product = peer.hessian(*data)
-        product(torch.ones(1, n))  # what is compiled or cached at first use is nobody's time
-        solver = scipy_solver(lambda v, p=product: p(v[None])[0], n, k)  # type: ignore[misc]
-        table[f"scipy eigsh, {peer.DISTRIBUTION}"] = Contender(version, solver, tolerances)
+        peer.hessian(*data)(torch.ones(1, n))  # what is compiled at first use is nobody's time
+
+        def prepare(peer: ModuleType = peer) -> Solver:
+            product = peer.hessian(*data)
+            return scipy_solver(lambda vector: product(vector[None])[0], n, k)
+
+        table[f"scipy eigsh, {peer.DISTRIBUTION}"] = Contender(version, prepare, tolerances)
         if hasattr(peer, "eigenpairs"):
-            solve, efforts = peer.eigenpairs(*data, k)
-            table[f"{peer.DISTRIBUTION}, own solver"] = Contender(version, solve, efforts)
+
+            def own(peer: ModuleType = peer) -> Solver:
+                solve: Solver = peer.eigenpairs(*data, k)[0]
+                return solve
+
+            efforts = peer.eigenpairs(*data, k)[1]
+            table[f"{peer.DISTRIBUTION}, own solver"] = Contender(version, own, efforts)
     return table

@@ -43,6 +43,12 @@ class Cost:
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors made inside the context: alive now, and at most."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler at the first operation, to keep it out of this class;
+        # nothing compiled runs in here, and that import takes about as long as torch's own
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
