@@ -166,7 +166,8 @@ def _eigen() -> list[Target]:
         found.append(Target("eigensolvers", what, AT_MOST, limit, "gradients", figure))
     rivals = [
         ("scipy eigsh, curvlinops-for-pytorch", {"mlp": 2.0, "resnet": 2.0, "vit": 2.0}),
-        ("scipy eigsh, our product", {"mlp": 1.1, "resnet": 1.1, "vit": 1.5}),
+        ("scipy eigsh, our product", {"mlp": 1.15, "resnet": 1.15, "vit": 1.0}),
+        ("scipy eigsh, kept graph", {"mlp": 1.15, "resnet": 1.15, "vit": 1.0}),
         ("deflated power iteration", {"mlp": 50.0}),
         ("deflated power iteration, counted", {"resnet": 50.0, "vit": 50.0}),
     ]
@@ -177,10 +178,13 @@ def _eigen() -> list[Target]:
             found.append(
                 Target("eigensolvers", what, AT_LEAST, least, "x", figure, rival, inverse=True)
             )
-    few = Figure(TOP, "lanczos", "time", "gradients", ("vit N=4",))
-    what = "Top 20 at 1e-3, ViT 12.5 M, N = 4, than scipy eigsh, our product"
-    rival = "scipy eigsh, our product"
-    found.append(Target("eigensolvers", what, AT_LEAST, 1.5, "x", few, rival, inverse=True))
+    for rival in ("scipy eigsh, our product", "scipy eigsh, kept graph"):
+        for network, name in NETWORKS.items():
+            figure = solve("time", "gradients", network, "lanczos, uncertified")
+            what = f"Top 20 at 1e-3, {name}, uncertified, than {rival}"
+            found.append(
+                Target("eigensolvers", what, AT_LEAST, 1.3, "x", figure, rival, inverse=True)
+            )
     outside = Figure("orthogonalisation k=10", "lanczos", "outside", "ARPACK", ("n=1100000",))
     passes = Figure(
         "reorthogonalisation m=40", "orthonormalise", "time", "4 reads of the basis",

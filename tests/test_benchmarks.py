@@ -11,14 +11,26 @@ import pytest
 import torch
 
 from benchmarks import __main__ as front
-from benchmarks import append, conformance, eigensolvers, growth, page, peers, products, verdicts
-from benchmarks.eigensolver_contenders import Contender, Problem, outliers
+from benchmarks import (
+    append,
+    conformance,
+    eigensolvers,
+    growth,
+    page,
+    peers,
+    plain,
+    products,
+    verdicts,
+)
+from benchmarks.eigensolver_contenders import Contender, Counted, Problem, Threads, outliers
+from benchmarks.eigensolver_gate import wanted
 from benchmarks.measure import Row, as_small, read_rows, row, write_rows
 from benchmarks.networks import SMALL
 from benchmarks.subjects import SIZES, SUBJECTS, command
 from benchmarks.tally import Tally
 from benchmarks.targets import AT_LEAST, AT_MOST, TARGETS, Figure, Target
 from curvlab.eigen import lanczos
+from curvlab.eigen.source import as_operator
 
 ROOT = Path(__file__).parents[1]
 
@@ -149,20 +161,97 @@ def test_a_peer_that_is_wrong_is_shown_with_its_error_and_not_timed(monkeypatch)
     assert "WRONG" in products.table(rows)
 
 
+def spectrum(n) -> Problem:
+    operator = outliers(n)
+    return Problem("small outliers", lambda: operator, operator, None, None)
+
+
 def test_a_solver_that_misses_the_residual_is_not_timed():
-    found = Problem("small outliers", outliers(2_000), None, None)
+    found = spectrum(2_000)
     right = lanczos(found.operator, 3, tol=1e-6, progress=False)
     noise = torch.randn(right.vectors.shape, generator=torch.Generator().manual_seed(0))
     blurred = right.vectors + 0.01 * noise / noise.norm(dim=1, keepdim=True)
-    wrong = Contender("1", lambda _: (right.values, blurred, 7), [1e-3, 1e-4])
+    wrong = Contender("1", lambda: lambda _: (right.values, blurred, 7), [1e-3, 1e-4])
     outcome = eigensolvers.enter(found, wrong, right.values, 1e-3)
     metrics = {one.metric for one in eigensolvers.rows_of(found, "it", outcome, 3, 1e-3)}
     assert metrics == {"residual", "missing", "residual at defaults"}
-    broken = Contender("1", lambda _: torch.zeros(1) @ torch.zeros(2), [1e-3])
+    broken = Contender("1", lambda: lambda _: torch.zeros(1) @ torch.zeros(2), [1e-3])
     failed = eigensolvers.enter(found, broken, right.values, 1e-3)
     assert (failed.residual, failed.missing) == (math.inf, 3)
-    few = Contender("1", lambda _: (right.values[[1, 1, 2]], right.vectors[[1, 1, 2]], 7), [1e-3])
+    twice = right.values[[1, 1, 2]], right.vectors[[1, 1, 2]], 7
+    few = Contender("1", lambda: lambda _: twice, [1e-3])
     assert eigensolvers.enter(found, few, right.values, 1e-3).missing == 1
+
+
+def test_a_solver_is_timed_with_its_fastest_threads_and_with_its_set_up():
+    found = spectrum(2_000)
+    right = lanczos(found.operator, 3, tol=1e-6, progress=False)
+    now = 0.0
+
+    def prepare():
+        nonlocal now
+        now += 5.0
+
+        def solve(_):
+            nonlocal now
+            now += {1: 2.0, 2: 7.0}[torch.get_num_threads()]
+            return right.values, right.vectors, 9
+
+        return solve
+
+    timing = eigensolvers.Timing(2, lambda: now)
+    settings = [Threads(2, 2), Threads(1, 1), Threads(2, 1)]
+    contender = Contender("1", prepare, [1e-3])
+    outcome = eigensolvers.enter(found, contender, right.values, 1e-3, timing, settings)
+    rows = eigensolvers.rows_of(found, "it", outcome, 3, 1e-3)
+    of = {one.metric: one.p50 for one in rows}
+    assert (of["torch threads"], of["BLAS threads"]) == (1.0, 1.0)
+    assert (of["time"], of["time, operator reused"]) == (7.0, 2.0)
+
+
+def test_the_blas_of_scipy_is_held_to_its_threads():
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    pytest.importorskip("scipy.linalg")
+
+    def blas():
+        found = threadpoolctl.threadpool_info()
+        return {one["num_threads"] for one in found if one["user_api"] == "blas"}
+
+    before = blas(), torch.get_num_threads()
+    with Threads(2, 1).pinned():
+        assert (blas(), torch.get_num_threads()) == ({1}, 2)
+    assert (blas(), torch.get_num_threads()) == before
+
+
+def test_a_kept_graph_gives_the_product_of_a_graph_made_anew():
+    network = SMALL["mlp"]().double()
+    vectors = torch.randn(2, network.n, dtype=torch.float64)
+    product = plain.kept_hessian(network)
+    kept = torch.stack([product(vector) for vector in vectors])
+    exact = plain.plain_hessian(network)(vectors)
+    assert float((kept - exact).norm() / exact.norm()) <= 1e-13
+
+
+def test_the_wanted_values_of_a_small_operator_come_from_the_dense_matrix():
+    values = torch.linspace(-3.0, 2.0, 60, dtype=torch.float64)
+    rotation = torch.linalg.qr(torch.randn(60, 60, dtype=torch.float64)).Q
+    operator = as_operator(rotation @ torch.diag(values) @ rotation.T)
+    found = Problem("small", lambda: operator, operator, None, None)
+    exact = values[values.abs().argsort(descending=True)[:5]]
+    assert float((wanted(found, 5, 1e-3) - exact).abs().max()) <= 1e-12
+
+
+def test_a_block_of_columns_is_one_product_and_counts_as_its_columns():
+    calls = []
+
+    def product(block):
+        calls.append(tuple(block.shape))
+        return 2.0 * block
+
+    counted = Counted(product)
+    columns = torch.arange(15.0).reshape(5, 3).numpy()
+    assert (counted.columns(columns) == 2.0 * columns).all()
+    assert (calls, counted.count) == ([(3, 5)], 3)
 
 
 def test_the_tally_counts_the_same_twice_and_sees_double_work():

@@ -79,6 +79,21 @@ def test_importing_curvlab_is_light():
     assert shown.stdout.strip() == "[]"
 
 
+def test_a_first_spectrum_does_not_import_the_compiler_of_torch():
+    code = """
+import sys, torch, curvlab
+net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+batch = torch.randn(9, 4), torch.arange(9) % 2
+operator = curvlab.Hessian(net, torch.nn.functional.cross_entropy, batch)
+curvlab.lanczos(operator, k=2, progress=False)
+print("torch._dynamo" in sys.modules)
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert shown.stdout.strip() == "False"
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
