@@ -49,7 +49,8 @@ def trace(
         progress: Show a line on the terminal; by default when there is one.
 
     Raises:
-        Interrupted: On Ctrl-C, with the estimate so far, once everything done is in ``checkpoint``.
+        Interrupted: On Ctrl-C, with the estimate so far (none before there are samples of the
+            rest), once everything done is in ``checkpoint``.
     """
     products = Products(as_operator(operator), None)
     check_positive(probes=probes)
