@@ -317,3 +317,12 @@ def test_a_budget_that_no_graph_of_one_sample_fits_takes_blocks() -> None:
     vector = torch.randn(plain.n)
     assert off(small @ vector, plain @ vector) < 1e-5
     assert peak(small) < budget
+
+
+def test_a_boolean_mask_hides_keys_in_every_operator() -> None:
+    torch.manual_seed(0)
+    model, (tokens, targets) = language()
+    model = model.double().eval()
+    truth = cross_entropy(model(tokens), targets).item()
+    operator = curvlab.Hessian(model, cross_entropy, (tokens, targets))
+    assert abs(float(operator.loss) - truth) < 1e-12 * truth

@@ -176,8 +176,14 @@ def _binary(given: dict[str, Any]) -> Tensor:
 
 
 def _attention(given: dict[str, Any]) -> Tensor:
+    query, mask = given["query"], given["attn_mask"]
+    if mask is not None and mask.dtype == torch.bool:  # this operator would add it as 0 and 1
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_attention_math(
-        *(given[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")),
+        query,
+        *(given[name] for name in ("key", "value")),
+        mask,
+        *(given[name] for name in ("dropout_p", "is_causal")),
         scale=given["scale"],
         enable_gqa=given["enable_gqa"],
     )
