@@ -67,7 +67,7 @@ SUBJECTS: dict[str, Subject] = {
                 "--rounds",
                 "1",
                 "--threads",
-                "2/1",  # the best of SciPy and of ours on two cores; full tries others too
+                "2/1",  # so that no two pools of threads spin; full tries others too
                 "--operators",
                 "mlp",
                 "resnet",
