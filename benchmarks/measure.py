@@ -36,6 +36,7 @@ from torch import Tensor
 from curvlab.storage import write_atomically
 
 Call = Callable[[], object]
+_DONTNEED = 4  # MADV_DONTNEED on Linux: the pages are empty when next touched
 SMALL = "small "  # begins the x of every row of a problem below its full size
 
 
@@ -185,14 +186,50 @@ def peak_memory(call: Call, *, device: torch.device | str = "cpu", threads: int 
             raise RuntimeError(
                 "peak_memory on the CPU reads /proc and needs Linux; leave the memory column out"
             )
-        # Freed blocks that malloc still holds would be reused unseen: hand them back first.
-        ctypes.CDLL(None).malloc_trim(0)
+        _hand_back_freed_memory()
         Path("/proc/self/clear_refs").write_text("5")
         before = _status_bytes("VmRSS")
         call()
         # The kernel may take pages of a large process back meanwhile: they count as not there.
         before = min(before, _status_bytes("VmRSS"))
         return max(0, _status_bytes("VmHWM") - before)
+
+
+class _Malloc(ctypes.Structure):
+    """glibc's ``struct mallinfo2``; ``keepcost`` is the free block at the end of the heap."""
+
+    # arena, ordblks, smblks, hblks, hblkhd, usmblks, fsmblks, uordblks, fordblks; then keepcost
+    _fields_ = [("others", ctypes.c_size_t * 9), ("keepcost", ctypes.c_size_t)]
+
+
+def _hand_back_freed_memory() -> None:
+    """Return to the system what malloc keeps of freed memory: it would be reused unseen.
+
+    ``malloc_trim`` returns all but the block at the heap's end, which it can only cut off by moving
+    the program break; once something is mapped right behind the heap (where depends on the
+    process's random addresses) that is impossible. So the block is taken, emptied and freed.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    if not hasattr(libc, "mallinfo2"):  # glibc before 2.33: the end of the heap may stay
+        return
+    libc.mallinfo2.restype = _Malloc
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    page = os.sysconf("SC_PAGE_SIZE")
+    last = libc.mallinfo2().keepcost
+    size = last - page
+    taken: list[int] = []
+    # A block of a list may fit better than the last one: take those too until the last one is gone.
+    while size > page and libc.mallinfo2().keepcost == last and len(taken) < 64:
+        block = libc.malloc(size)
+        start = -(-block // page) * page
+        libc.madvise(start, (block + size - start) // page * page, _DONTNEED)
+        taken.append(block)
+    for block in taken:
+        libc.free(block)
 
 
 def _status_bytes(field: str) -> int:

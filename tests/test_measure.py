@@ -1,12 +1,17 @@
 """The measuring method: rounds pair up, memory is seen, rows survive a file."""
 
 import math
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import measure
+
+ROOT = Path(measure.__file__).parents[1]
 
 
 def test_every_round_times_every_contender_once_and_ratios_pair_rounds():
@@ -71,6 +76,33 @@ def test_peak_memory_sees_a_temporary_and_not_what_was_there_before(megabytes):
 def test_peak_memory_sees_many_small_pieces():
     measured = measure.peak_memory(lambda: [torch.ones(4096) for _ in range(4096)])
     assert 60 < measured / 2**20 < 90
+
+
+BLOCKED_HEAP = """
+import ctypes
+import torch
+from benchmarks.measure import peak_memory
+
+libc = ctypes.CDLL(None)
+libc.sbrk.restype = libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + 3 * [ctypes.c_int] + [ctypes.c_long]
+end = -(-libc.sbrk(0) // 4096) * 4096
+MAP_PRIVATE, MAP_ANONYMOUS, MAP_FIXED_NOREPLACE = 0x2, 0x20, 0x100000
+flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+assert libc.mmap(end, 4096, 3, flags, -1, 0) == end
+for _ in range(4):
+    print(peak_memory(lambda: torch.ones(24 * 2**18).sum()) / 2**20)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_peak_memory_sees_reused_memory_when_the_heap_cannot_shrink():
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED_HEAP], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    first, *others = map(float, done.stdout.split())  # the first also sees torch's own buffers
+    assert first > 23
+    assert others == pytest.approx([24.0] * 3, abs=1.0)
 
 
 def test_the_gate_measures_errors_and_never_passes_nan_or_a_wrong_shape():
