@@ -303,7 +303,7 @@ def test_settings_settle_what_they_settle():
     model = net(nn.Dropout(0.5), nn.BatchNorm1d(8))
     assert not doctor(model, cross_entropy, DATA).healthy
     assert doctor(model, cross_entropy, DATA, mode="eval").healthy
-    both = ("frozen masks", "batch statistics")
+    both = ("frozen-masks", "batch-statistics")
     report = doctor(model, cross_entropy, DATA, mode=both)
     assert report.healthy
     assert {"train-mode dropout", "train-mode BatchNorm"} <= set(report.traps())

@@ -133,7 +133,7 @@ def test_graphs_that_are_not_kept_give_the_same_products() -> None:
 def test_dropout_has_the_same_frozen_masks_when_a_block_runs_again() -> None:
     model, batch = language()
     model.train()
-    options = {"mode": "frozen masks"}
+    options = {"mode": "frozen-masks"}
     truth = products(curvlab.Hessian, model, batch, engine="rebuilt", **options)
     assert (
         off(products(curvlab.Hessian, model, batch, engine="blockwise", **options), truth) < 1e-12
@@ -277,7 +277,7 @@ def test_blocks_may_return_none_and_change_their_buffers() -> None:
     torch.manual_seed(0)
     model, batch = Optionals().double(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
     whole, parts = (
-        curvlab.Hessian(model, cross_entropy, batch, mode="batch statistics", engine=engine)
+        curvlab.Hessian(model, cross_entropy, batch, mode="batch-statistics", engine=engine)
         for engine in ("rebuilt", "blockwise")
     )
     vector = torch.randn(whole.n, dtype=torch.float64)

@@ -81,11 +81,11 @@ def test_frozen_masks_are_the_same_in_every_product(dropout, engine):
     model = network(dropout).train()
     x, y = samples()
     data = [(x[:7], y[:7]), (x[7:], y[7:])]
-    operator = Hessian(model, F.cross_entropy, data, mode="frozen masks", engine=engine)
+    operator = Hessian(model, F.cross_entropy, data, mode="frozen-masks", engine=engine)
     first = operator.dense()
     torch.manual_seed(99)
     assert torch.equal(first, operator.dense())
-    other = Hessian(model, F.cross_entropy, data, mode="frozen masks")
+    other = Hessian(model, F.cross_entropy, data, mode="frozen-masks")
     assert relative(other.dense(), first) < TOLERANCE
     plain = (
         Hessian(model.eval(), F.cross_entropy, data) if isinstance(dropout, nn.Dropout) else None
@@ -96,15 +96,15 @@ def test_frozen_masks_are_the_same_in_every_product(dropout, engine):
 def test_train_mode_batch_norm_is_refused_unless_batch_statistics_are_asked_for():
     model = network(nn.BatchNorm1d(4)).train()
     x, y = samples()
-    with pytest.raises(ValueError, match=r'1 \(BatchNorm1d\).*"batch statistics"'):
+    with pytest.raises(ValueError, match=r'1 \(BatchNorm1d\).*"batch-statistics"'):
         Hessian(model, F.cross_entropy, (x, y))
     data = [(x[:7], y[:7]), (x[7:], y[7:])]
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for engine in ("retained", "rebuilt"):
-        operator = Hessian(model, F.cross_entropy, data, mode="batch statistics", engine=engine)
+        operator = Hessian(model, F.cross_entropy, data, mode="batch-statistics", engine=engine)
         matrix = operator.dense()
-        outer = GaussNewton(model, F.cross_entropy, data, mode="batch statistics", engine=engine)
-        rest = FunctionalHessian(model, F.cross_entropy, data, mode="batch statistics")
+        outer = GaussNewton(model, F.cross_entropy, data, mode="batch-statistics", engine=engine)
+        rest = FunctionalHessian(model, F.cross_entropy, data, mode="batch-statistics")
         assert relative((outer + rest).dense(), matrix) < TOLERANCE
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
@@ -118,16 +118,16 @@ def test_batch_norm_without_running_statistics_is_refused_in_eval_mode_too():
     model = network(nn.BatchNorm1d(4, track_running_stats=False)).eval()
     with pytest.raises(ValueError, match="no running statistics"):
         Hessian(model, F.cross_entropy, samples(), mode="eval")
-    Hessian(model, F.cross_entropy, samples(), mode="batch statistics")
+    Hessian(model, F.cross_entropy, samples(), mode="batch-statistics")
 
 
 def test_modes_are_checked():
     with pytest.raises(ValueError, match="mode="):
         Hessian(network(), F.cross_entropy, samples(), mode="test")
     with pytest.raises(ValueError, match="cannot be combined"):
-        Hessian(network(), F.cross_entropy, samples(), mode=("eval", "frozen masks"))
+        Hessian(network(), F.cross_entropy, samples(), mode=("eval", "frozen-masks"))
     model = network(nn.Dropout(0.5), nn.BatchNorm1d(4)).train()
-    Hessian(model, F.cross_entropy, samples(), mode=("frozen masks", "batch statistics"))
+    Hessian(model, F.cross_entropy, samples(), mode=("frozen-masks", "batch-statistics"))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

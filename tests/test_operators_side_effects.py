@@ -72,7 +72,7 @@ def assert_same_state(before, after):
 
 
 @pytest.mark.parametrize(
-    "mode", ["eval", ("frozen masks", "batch statistics")], ids=["eval", "train"]
+    "mode", ["eval", ("frozen-masks", "batch-statistics")], ids=["eval", "train"]
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_the_model_and_no_generator_changes(kind, mode):

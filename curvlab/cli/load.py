@@ -75,7 +75,7 @@ def case(options: Namespace, *, meta: bool = False) -> Case:
         data = first_samples(data, options.samples, bare=loss is None)
     settings: dict[str, Any] = {"select": options.select}
     if options.mode:
-        settings["mode"] = [name.replace("-", " ") for name in options.mode]
+        settings["mode"] = options.mode
     if options.dtype is not None:
         settings["dtype"] = getattr(torch, options.dtype)
     return Case(model, loss, data, settings)

@@ -35,23 +35,23 @@ def _train_mode(model: nn.Module, policies: frozenset[str]) -> Iterator[Finding]
     training = [(n, m) for n, m in model.named_modules() if m.training and "eval" not in policies]
     dropping = [n for n, m in training if drops(m)]
     if dropping:
-        covered = "frozen masks" in policies
+        covered = "frozen-masks" in policies
         yield Finding(
             "train-mode dropout",
             "wrong",
             f"{_some(dropping)} draw{_s(dropping)} another mask in every product",
-            'model.eval(), or mode="eval"; mode="frozen masks" for the curvature of one mask',
+            'model.eval(), or mode="eval"; mode="frozen-masks" for the curvature of one mask',
             "yes" if covered else "refused",
         )
     batchnorm = [n for n, m in training if isinstance(m, _BatchNorm)]
-    covered = "batch statistics" in policies
+    covered = "batch-statistics" in policies
     if batchnorm:
         yield Finding(
             "train-mode BatchNorm",
             "wrong",
             f"{_some(batchnorm)} couple{_s(batchnorm)} the samples of a batch: the loss of a "
             "sample depends on its neighbours",
-            'model.eval(), or mode="eval"; mode="batch statistics" if that coupling is wanted',
+            'model.eval(), or mode="eval"; mode="batch-statistics" if that coupling is wanted',
             "yes" if covered else "refused",
         )
     norms = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm)]
@@ -62,7 +62,7 @@ def _train_mode(model: nn.Module, policies: frozenset[str]) -> Iterator[Finding]
             "wrong",
             f"{_some(without)} keep{_s(without)} no running statistics and couples samples even in "
             "eval mode",
-            'mode="batch statistics", or track_running_stats=True',
+            'mode="batch-statistics", or track_running_stats=True',
             "yes" if covered else "refused",
         )
     fresh = [n for n, m in norms if m.num_batches_tracked is not None and not m.num_batches_tracked]

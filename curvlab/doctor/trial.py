@@ -62,7 +62,7 @@ def look(
     mode: Any = sorted(policies) or ["eval"]
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if any(norm.running_mean is None for norm in norms):
-        mode = ["batch statistics", *(["frozen masks"] if "frozen masks" in policies else [])]
+        mode = ["batch-statistics", *(["frozen-masks"] if "frozen-masks" in policies else [])]
     few = batches.pieces(SAMPLES)[0]
     try:
         problem = Problem(model, loss, [few], mode=mode, **options)

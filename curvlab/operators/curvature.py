@@ -44,7 +44,7 @@ class Curvature(Operator):
             the batch sizes; with a sum reduction, the sum.
         select: Which parameters: patterns of names or a predicate; by default all that require a
             gradient.
-        mode: ``"eval"``, ``"frozen masks"`` or ``"batch statistics"``; see
+        mode: ``"eval"``, ``"frozen-masks"`` or ``"batch-statistics"``; see
             :mod:`curvlab.operators.policy`. By default the model's own modes, which are refused if
             they make the loss random or couple samples.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say; it is verified either way.

@@ -5,8 +5,8 @@ samples of a batch: neither has *the* Hessian, so both are refused, with three n
 (``mode=``):
 
 - ``"eval"``: evaluate in eval mode; the model's own flags stay as they are.
-- ``"frozen masks"``: dropout is on, with the same mask in every evaluation.
-- ``"batch statistics"``: BatchNorm uses the statistics of each batch as it was given; the running
+- ``"frozen-masks"``: dropout is on, with the same mask in every evaluation.
+- ``"batch-statistics"``: BatchNorm uses the statistics of each batch as it was given; the running
   statistics are not touched.
 """
 
@@ -25,8 +25,8 @@ from curvlab.operators.functions import ONE_AT_A_TIME, Replaced
 
 log = logging.getLogger("curvlab")
 
-Mode = Literal["eval", "frozen masks", "batch statistics"]
-MODES = ("eval", "frozen masks", "batch statistics")
+Mode = Literal["eval", "frozen-masks", "batch-statistics"]
+MODES = ("eval", "frozen-masks", "batch-statistics")
 Precision = Literal["exact", "tf32", "bfloat16"]
 # Relative error of a product, as an upper limit for the probe: inputs of every matrix product are
 # rounded to 11 (tf32) or 8 (bfloat16) significant bits, several times in a row.
@@ -85,22 +85,22 @@ def training_flags(model: nn.Module, policies: frozenset[str]) -> dict[nn.Module
     flags = {m: m.training and "eval" not in policies for m in model.modules()}
     for name, module in model.named_modules():
         label = f"{name or 'the model'} ({type(module).__name__})"
-        if drops(module) and flags[module] and "frozen masks" not in policies:
+        if drops(module) and flags[module] and "frozen-masks" not in policies:
             raise ValueError(
                 f"{label} is in train mode, so every product would see another dropout mask. Call "
-                'model.eval(), or pass mode="eval" or mode="frozen masks"'
+                'model.eval(), or pass mode="eval" or mode="frozen-masks"'
             )
-        if not isinstance(module, _BatchNorm) or "batch statistics" in policies:
+        if not isinstance(module, _BatchNorm) or "batch-statistics" in policies:
             continue
         if flags[module]:
             raise ValueError(
                 f"{label} is in train mode, so the loss of a sample depends on its batch. Call "
-                'model.eval(), or pass mode="eval" or mode="batch statistics"'
+                'model.eval(), or pass mode="eval" or mode="batch-statistics"'
             )
         if module.running_mean is None:
             raise ValueError(
                 f"{label} keeps no running statistics, so the loss of a sample depends on its "
-                'batch even in eval mode: pass mode="batch statistics"'
+                'batch even in eval mode: pass mode="batch-statistics"'
             )
     return flags
 

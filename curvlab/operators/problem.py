@@ -97,7 +97,7 @@ class Problem:
         self.precision = precision
         policies = modes(mode)
         self.flags = training_flags(self.model, policies)
-        self.masks_frozen = "frozen masks" in policies
+        self.masks_frozen = "frozen-masks" in policies
         self._take_parameters(select, dtype)
         self._recurrent = any(isinstance(module, nn.RNNBase) for module in self.flags)
         # whether a forward pass draws random numbers, and whether that is still being found out

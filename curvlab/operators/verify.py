@@ -40,7 +40,7 @@ def require_deterministic(problem: "Problem") -> None:
         raise ValueError(
             f"the loss of the same samples is {once:.9g}, then {again:.9g}: the model or the loss "
             "draws random numbers (functional dropout, noise, sampling). Call model.eval(), or "
-            'pass mode="eval" or mode="frozen masks"'
+            'pass mode="eval" or mode="frozen-masks"'
         )
     if len(problem.unused) == len(problem.layout.names):
         raise ValueError(
