@@ -11,6 +11,7 @@ from curvlab.metrics import accuracy_forgetting, average_forgetting, current_acc
 from experiments.cifar import (
     RESNET_10,
     VIT_10,
+    VIT_HALF,
     Network,
     accuracies,
     by_seed,
@@ -63,6 +64,7 @@ SCALED = Config((
         test=1000, samples=100,
     )),
 ))  # fmt: skip
+HALF = Config((VIT_HALF,))
 FEW = Config((RESNET_10,))
 FULL = Config((RESNET_10, VIT_10))
 
@@ -120,7 +122,7 @@ EXPERIMENT = Experiment(
     also=("Table:acc-C10",),
     what="Forgetting and accuracy of SGD and SGD-dagger-k on Split CIFAR-10, ResNet and ViT",
     data="cifar10",
-    sizes={"demo": DEMO, "scaled": SCALED, "few": FEW, "full": FULL},
+    sizes={"demo": DEMO, "scaled": SCALED, "half": HALF, "few": FEW, "full": FULL},
     run=run,
     tables=tables,
     claims=claims,
@@ -129,6 +131,7 @@ EXPERIMENT = Experiment(
     cost={
         "demo": "about 3 min, shared with tab:other-arch",
         "scaled": "20 min on 2 cores, shared with tab:other-arch",
+        "half": "about 5 h a seed on one core with bfloat16: the ViT alone (estimate, not run)",
         "few": "about 1 h a seed on one core: the ResNet alone",
         "full": "about 6 h on one A100, --device cuda (estimate, not run)",
     },

@@ -59,6 +59,7 @@ class Config:
 
 DEMO = Config(cifar10.DEMO.networks)
 SCALED = Config(cifar10.SCALED.networks)
+HALF = Config(cifar10.HALF.networks)
 FEW = Config(cifar10.FEW.networks)
 # the table has no k = 40
 FULL = Config(cifar10.FULL.networks, (replace(RESNET_100, ks=(10, 20)), VIT_100))
@@ -135,7 +136,7 @@ EXPERIMENT = Experiment(
     label="tab:other-arch",
     what="Forgetting of SGD and SGD-dagger-k with a ResNet and a ViT on Split CIFAR-10 and -100",
     data="cifar10",
-    sizes={"demo": DEMO, "scaled": SCALED, "few": FEW, "full": FULL},
+    sizes={"demo": DEMO, "scaled": SCALED, "half": HALF, "few": FEW, "full": FULL},
     run=run,
     tables=tables,
     claims=claims,
@@ -146,6 +147,7 @@ EXPERIMENT = Experiment(
     cost={
         "demo": "about 3 min, shared with Table:forg-C10-extended",
         "scaled": "20 min on 2 cores, shared with Table:forg-C10-extended",
+        "half": "nothing beyond Table:forg-C10-extended, whose runs it shares",
         "few": "nothing beyond Table:forg-C10-extended, whose runs it shares",
         "full": "nothing beyond Table:forg-C10-extended and Table:acc-C100, whose runs it shares: "
         "about 24 h on one A100 of 80 GB, --device cuda; CIFAR-100's files (estimate, not run)",

@@ -15,7 +15,7 @@ from experiments.paper import published
 from experiments.provenance import provenance, runs, unused
 from experiments.store import Result
 from experiments.tables import Cell, Table, format_pair
-from experiments.verdicts import VERDICTS, Claim, untested
+from experiments.verdicts import VERDICTS, Claim, Quote, untested
 
 TITLE = "Towards guarantees for parameter isolation in continual learning: what reproduces"
 SIGNS = {"agree": "✓ agrees", "disagree": "✗ disagrees", "undecided": "~ undecided",
@@ -75,10 +75,16 @@ def _counted(experiment: Experiment, found: list[Finding]) -> list[Claim]:
 
     A smaller network or stream can neither confirm nor refute what is said of a larger one.
     """
-    if found and found[0].size in PAPERS:
-        return [claim for claim in found[0].claims if not claim.ours]
     why = f"only at size {found[0].size}" if found else "not run"
-    return [untested(quote, why) for quote in experiment.quotes]
+    counted = {quote: untested(quote, why) for quote in experiment.quotes}
+    for one in reversed([one for one in found if one.size in PAPERS]):
+        for claim in one.claims:
+            # the larger size decides where both test a statement
+            if isinstance(claim.says, Quote) and (
+                claim.verdict != "not tested" or counted[claim.says].verdict == "not tested"
+            ):
+                counted[claim.says] = claim
+    return list(counted.values())
 
 
 def _top(

@@ -5,7 +5,7 @@ Split CIFAR-100; the smaller sizes here take Split CIFAR-10.
 """
 
 from experiments import cifar10
-from experiments.cifar import RESNET_10, RESNET_100, VIT_10
+from experiments.cifar import RESNET_10, RESNET_100, VIT_10, VIT_HALF
 from experiments.perturbation import Config, experiment
 from experiments.shelf import Training
 from experiments.verdicts import Quote
@@ -51,11 +51,13 @@ VIT = experiment(
     {
         "demo": _quick(cifar10.DEMO.networks[1].training),
         "scaled": _scaled(cifar10.SCALED.networks[1].training),
+        "half": _scaled(VIT_HALF.training),
         "full": Config(VIT_10.training),
     },
     {
         "demo": "1 min",
         "scaled": "10 min on 2 cores",
+        "half": "about 4 h a seed on one core, after Table:forg-C10-extended (estimate, not run)",
         "full": "about 4 h on one A100, --device cuda (estimate, not run)",
     },
     (EXTENDS["ViT"],),

@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -51,6 +52,7 @@ class Training:
     batch_size: int = 10
     batchnorm: BatchNormPolicy | None = None  # needed where the network has running statistics
     embedded: bool = False  # the package's own data in place of files
+    autocast: str | None = None  # "bfloat16": dtype of the matrix products of training
 
     def schedule(self) -> Schedule:
         return Schedule.parse(self.rates, self.epochs)
@@ -186,6 +188,7 @@ class Shelf:
             after_last=not branches,
             batch_size=training.batch_size,
             batchnorm=training.batchnorm,
+            autocast=None if training.autocast is None else getattr(torch, training.autocast),
             evaluation=Evaluation(train=0),
             checkpoint=checkpoint,
             checkpoint_every=network.save_every,

@@ -8,6 +8,8 @@ import pytest
 from experiments import cifar10, comparison, energy, low_rank, other_architectures, violation
 from experiments.cifar import RESNET_10
 from experiments.experiment import PAPERS, SIZES
+from experiments.findings import Finding
+from experiments.page import _counted
 from experiments.paper import HIGH, LOW
 from experiments.registry import EXPERIMENTS
 from experiments.rotated import Comparison
@@ -226,3 +228,21 @@ def test_a_statement_without_a_verdict_is_not_tested():
 def test_only_the_papers_sizes_count():
     assert set(PAPERS) < set(SIZES)
     assert not {"demo", "scaled"} & set(PAPERS)
+
+
+def finding(experiment, size, verdict):
+    claims = [Claim(quote, verdict, size) for quote in experiment.quotes]
+    return Finding(experiment, size, {}, [], claims, None)
+
+
+def test_a_statement_counts_at_the_largest_size_that_tests_it():
+    one = next(one for one in EXPERIMENTS if one.label == "Table:forg-C10-extended")
+    cases = {
+        ("full", "agree", "half", "disagree"): "agree",
+        ("few", "not tested", "half", "disagree"): "disagree",
+        ("few", "not tested", "scaled", "agree"): "not tested",
+        ("few", "undecided", "half", "agree"): "undecided",
+    }
+    for (size, verdict, smaller, other), counts in cases.items():
+        found = _counted(one, [finding(one, size, verdict), finding(one, smaller, other)])
+        assert [claim.verdict for claim in found] == [counts] * len(one.quotes)

@@ -45,6 +45,7 @@ class Population(ABC):
         layout: Names, shapes and offsets of the P parameters (those that require a gradient).
         takes_task: Whether ``forward`` has an argument ``task``.
         velocity: Momentum buffers, or ``None`` without momentum; zeroed before every task.
+        autocast: The dtype of matrix products in :meth:`gradient_`; ``None`` is the parameters'.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Population(ABC):
         self.parameters = rooms(*stacked.shape, like=stacked).copy_(stacked)
         self.gradients = rooms(*stacked.shape, like=stacked)
         self.velocity: Tensor | None = None
+        self.autocast: torch.dtype | None = None
         self.statistics = RunningStatistics(self.models, batchnorm)
         self.takes_task = "task" in inspect.signature(self.models[0].forward).parameters
         self._training: bool | None = None
@@ -221,8 +223,10 @@ class ModulePopulation(Population):
         self.gradients.zero_()
         for s in range(self.size):
             with torch.enable_grad(), self._randomness(s, task, step):
-                logits = self.call(s, inputs[s].clone(), task)  # aligned like the rows
-                torch.autograd.backward(cross_entropy(logits, targets[s]))
+                with torch.autocast(self.device.type, self.autocast, self.autocast is not None):
+                    logits = self.call(s, inputs[s].clone(), task)  # aligned like the rows
+                loss = cross_entropy(logits.to(self.dtype), targets[s])
+                torch.autograd.backward(loss)
 
     @contextmanager
     def _randomness(self, s: int, task: int, step: int) -> Iterator[None]:

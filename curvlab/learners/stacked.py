@@ -233,8 +233,11 @@ def population_of(
     seeds: Sequence[int],
     *,
     batchnorm: BatchNormPolicy | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Population:
     """The fastest population for these models: stacked if they are plain MLPs."""
-    if models and all(plain_mlp(model) is not None for model in models):
+    if autocast is None and models and all(plain_mlp(model) is not None for model in models):
         return StackedMLP(models, seeds)
-    return ModulePopulation(models, seeds, batchnorm=batchnorm)
+    population = ModulePopulation(models, seeds, batchnorm=batchnorm)
+    population.autocast = autocast
+    return population

@@ -10,7 +10,16 @@ from curvlab.learners import SGD, Population
 from curvlab.training.run import Run
 
 # what must agree between the first task's runs and those that go on from them
-SETTINGS = ("schedule", "batch_size", "momentum", "weight_decay", "batchnorm", "dtype", "data")
+SETTINGS = (
+    "schedule",
+    "batch_size",
+    "momentum",
+    "weight_decay",
+    "batchnorm",
+    "dtype",
+    "data",
+    "autocast",
+)
 
 
 def check_branch(runs: Sequence[Run], population: Population, config: dict[str, Any]) -> None:
@@ -32,7 +41,7 @@ def check_branch(runs: Sequence[Run], population: Population, config: dict[str, 
                 f"first= takes runs of the task {config['tasks'][0]!r} alone, with their "
                 f"snapshot; got one of {run.tasks} with {len(run.snapshots)}"
             )
-        wanted = {name: config[name] for name in SETTINGS} | {"learner": SGD.__name__}
+        wanted = {name: config.get(name) for name in SETTINGS} | {"learner": SGD.__name__}
         # the round trip gives both sides JSON's types: one may come from a file
         ours, theirs = (json.loads(json.dumps(one)) for one in (wanted, run.config))
         other = [name for name, value in ours.items() if theirs.get(name) != value]

@@ -40,6 +40,7 @@ def learn(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     batchnorm: BatchNormPolicy | None = None,
+    autocast: torch.dtype | None = None,
     evaluation: Evaluation | None = None,
     snapshots: bool = True,
     first: Sequence[Run] | None = None,
@@ -64,6 +65,8 @@ def learn(
         momentum: Of the heavy ball, whose buffer starts at zero with every task.
         weight_decay: L2, added to the gradient before the learner transforms it.
         batchnorm: Policy for running statistics; required for models that have any.
+        autocast: ``torch.bfloat16`` computes the gradients of training under ``torch.autocast``;
+            parameters, updates, evaluation and the learner's own work keep the models' dtype.
         evaluation: What is measured after every task.
         snapshots: Keep the parameters after every task in the :class:`Run`.
         first: Runs of SGD on the first task alone, one per seed, from the same models, data and
@@ -79,7 +82,7 @@ def learn(
     Returns:
         One :class:`Run` per seed, in their order.
     """
-    population = _population(models, seeds, batchnorm)
+    population = _population(models, seeds, batchnorm, autocast)
     evaluation = Evaluation() if evaluation is None else evaluation
     check(population, tasks, learner, batch_size, momentum, weight_decay, checkpoint_every)
     if (first is not None or not after_last) and not learner.serves_later_tasks:
@@ -101,6 +104,8 @@ def learn(
         "dtype": str(population.dtype),
         "tasks": [task.name for task in tasks],
     }
+    if autocast is not None:  # absent otherwise: runs made before there was a choice stay valid
+        config["autocast"] = str(autocast)
     population.velocity = None
     if momentum > 0.0:
         population.velocity = rooms(population.size, population.n, like=population.parameters)
@@ -266,12 +271,21 @@ class _Loop:
 
 
 def _population(
-    models: Models, seeds: int | Sequence[int] | None, batchnorm: BatchNormPolicy | None
+    models: Models,
+    seeds: int | Sequence[int] | None,
+    batchnorm: BatchNormPolicy | None,
+    autocast: torch.dtype | None,
 ) -> Population:
+    if autocast not in (None, torch.bfloat16):
+        raise ValueError(
+            f"autocast= is None or torch.bfloat16; got {autocast} (float16 needs a loss scale, "
+            f"which learn has not; for float64 convert the models)"
+        )
     if isinstance(models, Population):
-        if seeds is not None or batchnorm is not None:
+        if seeds is not None or batchnorm is not None or autocast is not None:
             raise ValueError(
-                "a population brings its seeds and its batchnorm policy: leave out both"
+                "a population brings its seeds, its batchnorm policy and its autocast: leave them "
+                "out"
             )
         return models
     if seeds is None:
@@ -283,7 +297,7 @@ def _population(
         made = [models(seed) for seed in chosen]
     else:
         made = list(models)
-    return population_of(made, chosen, batchnorm=batchnorm)
+    return population_of(made, chosen, batchnorm=batchnorm, autocast=autocast)
 
 
 def _summary(record: Record, index: int) -> str:
