@@ -40,7 +40,7 @@ LIKE = 0.1  # curves are "similar" when at no t they differ by more than this sh
 
 SIMILAR = tuple(
     Quote("Section 5.2", "When the learning rate is high, OGD and SGD†, which rely on Assumption "
-          "2, perform similarly to SGD", learner)
+          "[2], perform similarly to SGD", learner)
     for learner in ("SGD-dagger", "OGD")
 )  # fmt: skip
 GPM_LOW = tuple(

@@ -19,7 +19,7 @@ from experiments.verdicts import Claim, Quote, Values, holds, ordered
 
 EXTREMES = Quote("Appendix C", "Importantly, the extremes achieve lower average accuracy")
 COMPROMISE = Quote("Appendix C", "This compromise between forgetting and intransigence [...] is "
-                   "better portrayed in Figure fig:HEM")  # fmt: skip
+                   "better portrayed in Figure [fig:HEM]")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from experiments.shelf import Shelf
 from experiments.tables import Metrics, Table
 from experiments.verdicts import Claim, Quote, Values, brief, holds, ordered
 
-EVOLUTION = Quote("Appendix A", "we plot the evolution of the rank over t for the Rotated-MNIST "
+EVOLUTION = Quote("Appendix A", "we plot the evolution of [the rank] over t for the Rotated-MNIST "
                   "challenge. Additionally, we evaluate the effective rank of the average Hessian "
-                  "for multiple threshold values")  # fmt: skip
+                  "for multiple threshold [...] values")  # fmt: skip
 
 RELATIVE = (0.1, 0.01, 0.005)
 ABSOLUTE = (1.0, 0.1, 0.01, 0.001)

@@ -11,6 +11,7 @@ from experiments import (
     energy,
     extension,
     extension_cifar10,
+    half_precision,
     long_stream,
     low_rank,
     other_architectures,
@@ -46,6 +47,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     extension.EXPERIMENT,
     extension_cifar10.EXPERIMENT,
     long_stream.EXPERIMENT,
+    half_precision.EXPERIMENT,
 )
 
 

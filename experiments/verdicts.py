@@ -27,7 +27,8 @@ class Quote:
 
     Args:
         place: Section, caption or table.
-        words: As the paper has them; for a figure printed bold, what it says.
+        words: As the paper has them, what is ours in brackets; for a figure printed bold, what it
+            says.
         about: The network, learner or rate of which it is judged here, where it has several.
     """
 

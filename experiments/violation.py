@@ -29,7 +29,7 @@ from experiments.verdicts import Claim, Quote, Values, depends, ordered, unlearn
 
 SAMPLES = (("violation", "hessian"), ("violation on own", "ogd"))
 LOWER = {
-    (learner, rate): Quote("Appendix C", "GPM and OGD consistently achieve lower degrees of "
+    (learner, rate): Quote("Appendix C", "GPM and OGD [consistently] achieve lower degrees of "
                            "violation of the null-forgetting constraint", f"{learner}, {words}")
     for learner in ("GPM", "OGD") for rate, words in ((HIGH, "high rate"), (LOW, "low rate"))
 }  # fmt: skip

@@ -15,6 +15,7 @@ from curvlab.parameters import parameter_count
 from experiments import (
     cifar10,
     cifar100,
+    half_precision,
     long_stream,
     low_rank,
     other_architectures,
@@ -200,6 +201,16 @@ def test_perturbation_of_both_networks(store, tmp_path, experiment):
     assert len(metrics[11]["tasks"][0]["loss"]["mean"]) == 8
     experiment.figure(config, metrics, tmp_path / "picture")
     assert (tmp_path / "picture.png").exists()
+
+
+def test_the_check_of_bfloat16_trains_one_epoch_both_ways(store):
+    config = half_precision.Config(VIT.training)
+    metrics, tables, _ = finish(half_precision.EXPERIMENT, config, store, seeds=(11,))
+    table, one = tables["ViT in bfloat16"], metrics[11]
+    assert one["float32"]["loss"] == pytest.approx(one["bfloat16"]["loss"], rel=0.05)
+    assert 0.0 < one["apart"] < 0.1
+    assert table.mean("bfloat16", "test loss") == one["bfloat16"]["loss"]
+    assert one["steps"] == 2  # 20 samples in batches of 10
 
 
 def test_twenty_rotations_are_twenty_tasks(store, tmp_path):

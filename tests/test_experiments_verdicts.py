@@ -1,7 +1,9 @@
 """Verdicts that cannot be had for nothing: noise, vacuous runs, open choices, quoted statements."""
 
+import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -204,7 +206,7 @@ def test_every_statement_is_quoted_with_its_place_and_belongs_to_one_label():
         assert len(quote.words.split()) >= 4
     named = {one.label for one in EXPERIMENTS if one.quotes}
     assert named == {one.label for one in EXPERIMENTS} - {
-        "extension", "extension CIFAR-10", "20 rotations",
+        "extension", "extension CIFAR-10", "20 rotations", "ViT in bfloat16",
     }, "what the paper does not have states nothing of it"  # fmt: skip
 
 
@@ -246,3 +248,25 @@ def test_a_statement_counts_at_the_largest_size_that_tests_it():
     for (size, verdict, smaller, other), counts in cases.items():
         found = _counted(one, [finding(one, size, verdict), finding(one, smaller, other)])
         assert [claim.verdict for claim in found] == [counts] * len(one.quotes)
+
+
+def literal(text: str) -> str:
+    """The words of LaTeX or of a quotation, in lower case, without commands and references."""
+    text = re.sub(r"(?m)(?<!\\)%.*$", " ", text)
+    text = re.sub(r"\\(?:cite|ref|label)\w*\{[^}]*\}", " ", text)
+    text = re.sub(r"\$?\^?\{?\\dagger\}?\$?", "†", text)
+    text = re.sub(r"\\[a-zA-Z]+\*?", " ", text)
+    return " ".join(re.findall(r"[a-z0-9†]+", text.lower()))
+
+
+@pytest.mark.skipif("CURVLAB_PAPER" not in os.environ, reason="set CURVLAB_PAPER to paper.tex")
+def test_what_is_quoted_stands_in_the_paper():
+    paper = literal(Path(os.environ["CURVLAB_PAPER"]).read_text(encoding="utf-8"))
+    quoted = {
+        quote.words for one in EXPERIMENTS for quote in one.quotes
+        if not quote.place.endswith(", bold")
+    }  # fmt: skip
+    assert len(quoted) > 30
+    for words in quoted:
+        for part in re.split(r"\[[^\]]*\]", words):
+            assert literal(part) in paper, words
