@@ -83,10 +83,9 @@ def measure(group: Group, samples: int, size: int, repeat: int) -> dict[str, Any
     memory.extend(space.take(vectors))
     parameters = [p.detach().clone() for p in model.parameters()]
     gradients = [torch.ones_like(p) for p in parameters]
-    wide = memory.rows()
 
     def step() -> None:
-        space.lanczos_step_(wide, shard.clone(), 0.5)
+        memory.lanczos_step_(shard.clone(), 0.5)
 
     def train() -> None:
         mean = space.sum_list(gradients, 1.0 / group.size)

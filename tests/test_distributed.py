@@ -18,6 +18,7 @@ from curvlab.distributed import DataParallel, Sharded, Shards, launch, shard_wid
 from curvlab.eigen import Certify, Room, block_lanczos, lanczos, spectral_energy
 from curvlab.operators import Dense, EmpiricalFisher, FromFunction, GaussNewton, Hessian
 from curvlab.protection import protect
+from curvlab.rows import Rows
 
 pytestmark = pytest.mark.distributed
 
@@ -128,7 +129,7 @@ def products(group):
 
 
 def kernels(group):
-    """Errors of the sharded kernels against those on whole vectors in float64."""
+    """Errors of rows in shards against those on whole vectors in float64."""
     found = {}
     for dtype in TOLERANCE:
         for n, m in SIZES:
@@ -137,27 +138,30 @@ def kernels(group):
             space = Shards(n, group)
             q = torch.linalg.qr(torch.randn(n, m + 1, generator=generator).double()).Q.T
             basis, vectors = q[:m], torch.randn(4, n, generator=generator).double()
-            rows = space.take(basis.to(dtype)).contiguous()
+            rows, held = Rows(space, m, dtype=dtype), space.take(basis.to(dtype))
+            for index, row in enumerate(held):
+                rows.put(index, row)
+            rows.admit(m)
             rest = vectors - vectors @ basis.T @ basis
             taken = space.take(vectors.to(dtype))
             errors = [
-                float((space.coefficients(rows, taken) - vectors @ basis.T).abs().max())
+                float((rows.coefficients(taken) - vectors @ basis.T).abs().max())
                 / float(vectors.norm(dim=1).max()) if m else 0.0,
                 distance(space.norm(taken), vectors.norm(dim=1)),
                 distance(space.gather(taken).double(), vectors),
             ]  # fmt: skip
             one = taken[0].clone()
-            _, length = space.orthonormalise_(rows, one)
+            _, length = rows.orthonormalise_(one)
             errors.append(distance(space.gather(one).double(), rest[0] / rest[0].norm()))
             errors.append(abs(float(length) / float(rest[0].norm()) - 1.0))
             block = taken[: min(3, n - m)].clone()
-            kept = space.orthonormalise_block_(rows, block)
-            together = space.gather(torch.cat([rows, block])).double()
+            kept = rows.orthonormalise_block_(block)
+            together = space.gather(torch.cat([held, block])).double()
             errors.append(float((together @ together.T - torch.eye(m + len(block))).abs().max()))
             if m >= 2:
                 start = 0.7 * basis[-1] + 0.3 * basis[-2] + rest[1]
                 step = space.take(start.to(dtype))
-                alpha, beta, _ = space.lanczos_step_(rows, step, 0.3)
+                alpha, beta, _ = rows.lanczos_step_(step, 0.3)
                 errors.append(distance(space.gather(step).double(), rest[1] / rest[1].norm()))
                 errors.append(
                     abs(float(alpha) - 0.7) + abs(float(beta) / float(rest[1].norm()) - 1)
@@ -165,12 +169,12 @@ def kernels(group):
             if m >= 3:  # nearly in the span of the rows: one pass would not do
                 near = basis[0] + torch.finfo(dtype).eps ** 0.5 * rest[2] / rest[2].norm()
                 hard, step = space.take(near.to(dtype)), space.take(near.to(dtype))
-                space.orthonormalise_(rows, hard)
-                space.lanczos_step_(rows, step, 0.0)
-                both = space.coefficients(rows, torch.stack([hard, step]))
+                rows.orthonormalise_(hard)
+                rows.lanczos_step_(step, 0.0)
+                both = rows.coefficients(torch.stack([hard, step]))
                 errors.append(float(both.abs().max()))
-            dependent = rows[0].clone() if m else space.take(torch.zeros(n, dtype=dtype))
-            zero = float(space.orthonormalise_(rows, dependent)[1])
+            dependent = held[0].clone() if m else space.take(torch.zeros(n, dtype=dtype))
+            zero = float(rows.orthonormalise_(dependent)[1])
             found[f"{dtype} {n} {m}"] = (dtype, max(errors), bool(kept.all()), zero)
     return found
 

@@ -337,7 +337,8 @@ def test_ranks_with_whole_vectors_share_one_checkpoint(folders):
 
 def test_no_rank_ever_holds_a_whole_basis(folders):
     for found in folders["found"]:
-        assert found["largest"] == 62 * shard_width(5000, 2)  # the solver's own rows, 62 at most
+        # the solver's own rows, 62 at most, and what aligns them to 64 bytes
+        assert found["largest"] == 62 * shard_width(5000, 2) + 8
 
 
 @pytest.mark.slow

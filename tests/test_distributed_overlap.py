@@ -102,12 +102,11 @@ def counted(group):
     spectrum = torch.linspace(0.0, 1.0, n)
     operator = DataParallel(FromFunction(lambda v: spectrum * v, n), samples=1 + group.rank)
     sharded, space = Sharded(operator), Shards(n, group)
-    rows = space.take(torch.linalg.qr(torch.randn(n, m)).Q.T.contiguous())
     memory = Basis(Shards(n, group), m)
     memory.extend(space.take(torch.eye(n)[:m]))
     calls = {
         "product": lambda: sharded @ space.take(torch.ones(n)),
-        "orthogonalise": lambda: space.lanczos_step_(rows, space.take(torch.ones(n)), 0.0),
+        "orthogonalise": lambda: memory.lanczos_step_(space.take(torch.ones(n)), 0.0),
         "step": lambda: memory.sgd_step_(
             [torch.zeros(n)], [space.sum_list([torch.ones(n)])], [], 0.1
         ),

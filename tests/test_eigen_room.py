@@ -9,6 +9,7 @@ from curvlab.eigen.request import request
 from curvlab.eigen.room import solve_bytes
 from curvlab.eigen.solver import Solver
 from curvlab.operators import FromFunction
+from curvlab.rows import MappedFile
 
 N = 600
 VALUES = torch.cat([torch.tensor([9.0, 7.0, 7.0, -6.0, 4.0]), torch.linspace(-1, 1, N - 5)])
@@ -29,7 +30,7 @@ def test_rows_are_all_rows_certification_included(rows, certify):
     while not solver.finished:
         solver.step()
         most = max(most, solver.krylov.size + len(solver.krylov.aside))
-    assert solver.krylov.rows.shape[0] <= rows
+    assert solver.krylov.capacity <= rows
     assert most <= rows
     wanted = torch.tensor([9.0, 7.0, 7.0, -6.0] if certify else [9.0]).double()
     found = lanczos(diagonal(), 4, room=Room(rows=rows), certify=certify)
@@ -39,7 +40,7 @@ def test_rows_are_all_rows_certification_included(rows, certify):
 def test_bytes_hold_rows_result_and_what_is_in_the_making():
     products = Products(diagonal(), None)
     for count in (60_000, 90_000, 10**6):
-        rows = request(products, 3, room=Room(bytes=count)).rows
+        rows = request(products, 3, room=Room(bytes=count)).quota
         assert solve_bytes(rows.total, 3, N, torch.float32) <= count
     with pytest.raises(ValueError, match=r"bytes=20000.*needs at least 14 rows \(\d+ bytes"):
         request(products, 3, room=Room(bytes=20_000))
@@ -52,6 +53,19 @@ def test_rows_in_a_file_give_the_same_bits_and_leave_nothing_behind(solver, tmp_
     assert torch.equal(mapped.vectors, plain.vectors)
     assert torch.equal(mapped.residuals, plain.residuals)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_takes_rows_to_a_disk_and_keeps_what_it_held(tmp_path):
+    named = tmp_path / "rows"
+    named.write_text("of the user")
+    products = Products(diagonal(), None)
+    solver = Solver(products, request(products, 4, room=Room(file=named)), products.probe(0))
+    assert isinstance(solver.krylov.rows.tier, MappedFile)
+    solver.start(None)
+    while not solver.finished:
+        solver.step()
+    assert solver.krylov.rows.whole is not None  # computed on where it is mapped, in one piece
+    assert named.read_text() == "of the user"
 
 
 def test_a_solve_that_does_not_fit_is_refused_before_its_first_product():

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from curvlab.distributed.files import seen_by_all
 from curvlab.distributed.group import Group
-from curvlab.eigen.space import Local
+from curvlab.rows import Whole
 
 
-class Replicated(Local):
+class Replicated(Whole):
     """The space of a :class:`~curvlab.distributed.DataParallel` operator's vectors."""
 
     shared = True
@@ -40,10 +40,10 @@ class Replicated(Local):
 
         def write() -> None:
             if self.leads:
-                Local.save(self, path, kind, rows, others, facts)
+                Whole.save(self, path, kind, rows, others, facts)
 
         self.group.together(write, f"saving {path}")
 
     def load(self, path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Every rank reads the same file."""
-        return self.group.together(lambda: Local.load(self, path, kind), f"loading {path}")
+        return self.group.together(lambda: Whole.load(self, path, kind), f"loading {path}")

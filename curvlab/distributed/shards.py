@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from curvlab_kernels import ops
-from curvlab_kernels.algebra import rank_tolerance
-from curvlab_kernels.block import orthonormalise_with_, scale_
 from curvlab_kernels.formats import BLOCK
 from torch import Tensor
 
@@ -133,7 +131,7 @@ class Shards:
             first += tensor.numel()
         return found
 
-    # Kernels: the same as curvlab_kernels.ops, summed over ranks
+    # Sums over ranks
 
     def total(self, parts: Tensor) -> Tensor:
         """Sum float64 ``parts`` over the ranks; a rank that gave NaN or infinity is named."""
@@ -157,66 +155,9 @@ class Shards:
                 "them must be zero. Shards.take cuts shards out of whole vectors"
             )
 
-    def coefficients(self, rows: Tensor, vectors: Tensor) -> Tensor:
-        """``M g``: ``(m,)`` or ``(b, m)``, float64."""
-        return self.total(ops.coefficients(rows, vectors))
-
     def norm(self, vectors: Tensor) -> Tensor:
         """Norms ``()`` or ``(b,)``, float64."""
         return self.total(ops.norm(vectors).square()).sqrt()
-
-    def project_(self, rows: Tensor, vectors: Tensor) -> Tensor:
-        """Remove orthonormal ``rows`` from ``vectors`` in place; returns the coefficients."""
-        removed = self.coefficients(rows, vectors)
-        ops.apply_(rows, removed, vectors)
-        return removed
-
-    def orthonormalise_(self, rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Two passes of Gram-Schmidt and the norm, in three sums; see the kernel."""
-        removed, before = self._pass_(rows, vector)
-        again, _ = self._pass_(rows, vector)
-        return removed + again, self._normalise_(vector, before, rows.shape[0])
-
-    def lanczos_step_(
-        self, rows: Tensor, vector: Tensor, previous_beta: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The three-term recurrence and a full pass, in three sums; see the kernel."""
-        removed = vector.new_zeros(rows.shape[0], dtype=torch.float64)
-        before = ops.norm(vector).square()
-        removed[-2] = previous_beta
-        ops.apply_(rows[-2:-1], removed[-2:-1], vector)
-        both = self.total(torch.cat([ops.coefficients(rows[-1:], vector), before.reshape(1)]))
-        removed[-1] = both[0]
-        ops.apply_(rows[-1:], removed[-1:], vector)
-        again, passed = self._pass_(rows, vector)
-        removed += again
-        # what the pass left, by Pythagoras: only asked whether it is most of the vector
-        if float(passed**2 - again.square().sum()) < 0.5 * float(passed) ** 2:
-            removed += self._pass_(rows, vector)[0]
-        beta = self._normalise_(vector, both[1].sqrt(), rows.shape[0])
-        return removed[-1], beta, removed
-
-    def orthonormalise_block_(self, rows: Tensor, block: Tensor) -> Tensor:
-        """Cholesky QR of ``block`` ``(b, width)`` against rows and itself; which were kept."""
-        return orthonormalise_with_(
-            lambda vectors: self.project_(rows, vectors), block, rows.shape[0], 0.0, self.total
-        )
-
-    def _pass_(self, rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Remove ``rows`` from ``vector``; the coefficients, and the norm before. One sum."""
-        square = ops.norm(vector).square().reshape(1)
-        both = self.total(torch.cat([ops.coefficients(rows, vector), square]))
-        removed = both[:-1].contiguous()
-        ops.apply_(rows, removed, vector)
-        return removed, both[-1].sqrt()
-
-    def _normalise_(self, vector: Tensor, before: Tensor, m: int) -> Tensor:
-        """Scale to unit norm; a vector that is only rounding becomes zero, and so its norm."""
-        after = self.norm(vector)
-        dependent = after.isfinite() & ~(after > rank_tolerance(vector.dtype, m) * before)
-        after = torch.where(dependent, torch.zeros_like(after), after)
-        scale_(vector, after)
-        return after
 
     # What else a solver asks of its vectors
 
@@ -288,6 +229,7 @@ class Shards:
         return files.open_rows(self, path, kind)
 
     def result(self, **fields: Any) -> Eigenpairs:
+        """Of a solve, in shards."""
         return ShardedEigenpairs(shards=self, **fields)
 
     def __repr__(self) -> str:

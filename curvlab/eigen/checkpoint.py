@@ -18,14 +18,13 @@ from curvlab.eigen.identity import require_same
 from curvlab.eigen.result import certificate_facts, certificate_from
 from curvlab.eigen.selection import Edge
 from curvlab.eigen.solver import Solver
-from curvlab.eigen.space import previous
+from curvlab.rows.space import previous
 
 __all__ = ["previous", "read_checkpoint", "write_checkpoint"]
 
 KIND = "lanczos checkpoint"
 _NUMBERS = (
     "multiplied",
-    "frontier",
     "restarts",
     "norm",
     "chained",
@@ -52,10 +51,9 @@ def write_checkpoint(
     """
     krylov = solver.krylov
     krylov.settle()
-    size = krylov.size
-    rows = {"rows": krylov.rows[:size, : krylov.width], "aside": krylov.aside[:, : krylov.width]}
+    rows = {"rows": krylov.rows.rows(), "aside": krylov.aside}
     others = {
-        "coupling": krylov.coupling[:size, : krylov.multiplied],
+        "coupling": krylov.coupling[: krylov.size, : krylov.multiplied],
         "aside coupling": krylov.aside_coupling,
     }
     facts = {
@@ -72,7 +70,7 @@ def write_checkpoint(
         "certificate": certificate_facts(solver.certificate),
         "seconds": seconds,
     }
-    krylov.space.save(Path(path), KIND, rows, others, facts)
+    krylov.rows.space.save(Path(path), KIND, rows, others, facts)
 
 
 def read_checkpoint(path: str | Path, solver: Solver, *, asked: dict[str, Any]) -> float:
@@ -81,7 +79,7 @@ def read_checkpoint(path: str | Path, solver: Solver, *, asked: dict[str, Any]) 
     Returns:
         The seconds spent before.
     """
-    tensors, facts = solver.krylov.space.load(Path(path), KIND)
+    tensors, facts = solver.krylov.rows.space.load(Path(path), KIND)
     solver.certificate = certificate_from(facts["certificate"])
     if solver.certificate is not None:
         solver.products.trust(solver.certificate)
@@ -93,13 +91,13 @@ def read_checkpoint(path: str | Path, solver: Solver, *, asked: dict[str, Any]) 
 
 def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     krylov = solver.krylov
-    for name, value in facts["krylov"].items():
-        setattr(krylov, name, value)
-    size = krylov.size
-    krylov.rows[:size, : krylov.width] = tensors["rows"].to(krylov.rows.device)
-    krylov.coupling[:size, : krylov.multiplied] = tensors["coupling"]
-    krylov.aside = krylov.rows.new_zeros(len(tensors["aside"]), krylov.rows.shape[1])
-    krylov.aside[:, : krylov.width] = tensors["aside"].to(krylov.rows.device)
+    for name in _NUMBERS:
+        setattr(krylov, name, facts["krylov"][name])
+    for index, row in enumerate(tensors["rows"]):
+        krylov.rows.put(index, row)
+    krylov.rows.admit(len(tensors["rows"]))
+    krylov.coupling[: krylov.size, : krylov.multiplied] = tensors["coupling"]
+    krylov.aside = tensors["aside"].to(krylov.rows.device)
     krylov.aside_coupling = tensors["aside coupling"]
     solver.products.count += facts["products"]
     solver.draws = facts["draws"]

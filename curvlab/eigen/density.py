@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from curvlab_kernels import ops
 from torch import Tensor
 
 from curvlab.eigen.estimate import Estimate, check_positive, random_signs
@@ -21,6 +20,7 @@ from curvlab.eigen.products import Products
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
 from curvlab.probe import OperatorError
+from curvlab.rows import Rows
 from curvlab.storage import load_tensors, save_tensors
 
 
@@ -259,21 +259,17 @@ def _quadrature(
     work: Work, start: Tensor, steps: int, row: int, probes: int
 ) -> tuple[Tensor, Tensor]:
     """Nodes and weights ``(steps,)`` from random signs ``start`` ``(width,)``."""
-    products, space = work.products, work.products.space
-    width = products.width
-    room = torch.zeros(steps + 1, width, dtype=products.dtype, device=products.device)
-    rows, _ = ops.quantise(room, products.dtype)
-    rows[0, :width] = start / math.sqrt(products.n)
+    products = work.products
+    rows = Rows(products.space, steps + 1, dtype=products.dtype, device=products.device)
+    rows.reserve(steps + 1)
+    rows.put(0, start / math.sqrt(products.n))
     alphas: list[float] = []
     betas: list[float] = []
     for step in range(steps):
-        image = torch.zeros_like(start)
-        products.into(rows[step, :width], image)
-        if step == 0:
-            removed, beta = space.orthonormalise_(rows[:1], image)
-            alpha = removed[0]
-        else:
-            alpha, beta, _ = space.lanczos_step_(rows[: step + 1], image, betas[-1])
+        rows.admit()
+        image = rows.row(step + 1)
+        products.into(rows.row(step), image)
+        alpha, beta, _ = rows.lanczos_step_(image, betas[-1] if step else None)
         both = torch.stack([alpha, beta]).tolist()  # one transfer from the device
         alphas.append(both[0])
         betas.append(both[1])
@@ -282,7 +278,6 @@ def _quadrature(
         work.show(row * steps + step + 1, probes * steps, "products")
         if betas[-1] == 0.0:
             break
-        rows[step + 1, :width] = image
     size = len(alphas)
     off = torch.tensor(betas[: size - 1], dtype=torch.float64)
     tridiagonal = torch.diag(torch.tensor(alphas, dtype=torch.float64))

@@ -21,8 +21,8 @@ from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import Eigenpairs
 from curvlab.eigen.source import Source, as_operator
-from curvlab.eigen.space import Space
 from curvlab.probe import OperatorError
+from curvlab.rows import Space
 
 FIRST = 16  # pairs of the first attempt
 
@@ -138,7 +138,8 @@ def _draw(products: Products, probes: int, seed: int) -> tuple[Tensor, Tensor]:
 def _tails(space: Space, pairs: Eigenpairs, vectors: Tensor, images: Tensor) -> Tensor:
     """Each probe's estimate of the energy outside the first j pairs, ``(probes, k + 1)``."""
     rows, _ = ops.quantise(pairs.vectors.to(vectors.dtype), vectors.dtype)
-    inside = space.coefficients(rows, images)  # (probes, k): value * coefficient, to the residual
+    # (probes, k): value * coefficient, to the residual
+    inside = space.total(ops.coefficients(rows, images))
     total = space.norm(images) ** 2
     falling = torch.cat([torch.zeros_like(inside[:, :1]), (inside**2).cumsum(1)], dim=1)
     return (total[:, None] - falling).clamp_min(0.0).cpu()

@@ -54,7 +54,7 @@ def finite_images(products: Products, vectors: Tensor) -> Tensor:
 def dots(products: Products, first: Tensor, second: Tensor) -> Tensor:
     """Inner products of the rows of two blocks ``(b, width)``: ``(b,)``, float64, on the CPU."""
     rows, _ = ops.quantise(first, products.dtype)
-    return products.space.coefficients(rows, second).diagonal().cpu()
+    return products.space.total(ops.coefficients(rows, second)).diagonal().cpu()
 
 
 def blocks(products: Products, count: int) -> list[int]:

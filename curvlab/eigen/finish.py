@@ -12,11 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvlab.eigen.krylov import mix_rows
 from curvlab.eigen.noise import rounding
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products, orthogonality
-from curvlab.eigen.result import Eigenpairs, Judgement, judge, tolerances
+from curvlab.eigen.result import Eigenpairs, Judgement, judge, result_in, tolerances
 from curvlab.eigen.solver import Ritz, Solver
 from curvlab.probe import RAGGED, OperatorError
 
@@ -36,9 +35,7 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
     if checks and not request.certify.copies and not explicit and not solver.exhausted:
         _spot_check(solver, ritz, k)
     values = ritz.values[:k]
-    padded = krylov.rows.new_empty(k, krylov.rows.shape[1])
-    mix_rows(krylov.rows[: krylov.multiplied], ritz.mixing[:, :k], padded)
-    vectors = padded[:, : krylov.width].contiguous()
+    vectors = krylov.rows.combine(ritz.mixing[:, :k])
     residuals = ritz.residuals[:k] + solver.loss
     if checks:
         asked = tolerances(values, request.tol, request.relative_to, krylov.norm)
@@ -48,7 +45,7 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
         if explicit or products.count + len(chosen) <= request.max_products:
             for i in chosen.tolist():
                 residuals[i] = _true_residual(solver, vectors[i], float(values[i]))
-    vectors = vectors.to(products.operator.dtype)
+    stored = vectors.to(products.operator.dtype)
     judged = judge(
         values,
         residuals,
@@ -60,14 +57,15 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
     outcome, reason = _ending(solver, judged, residuals)
     settled = outcome.converged and bool(judged.converged.all())
     device = products.device
-    return products.space.result(
+    return result_in(
+        products.space,
         values=values.to(device),
-        vectors=products.space.canonical_signs_(vectors),
+        vectors=products.space.canonical_signs_(stored),
         residuals=residuals.to(device),
         converged=judged.converged.to(device),
         complete=settled and solver.doubt <= request.certify.doubt,
         doubt=solver.doubt if settled else 1.0,
-        orthogonality=orthogonality(padded, products.space),
+        orthogonality=orthogonality(vectors, products.space),
         norm=krylov.norm,
         floor=solver.floor,
         asymmetry=krylov.noise / krylov.norm if krylov.norm > 0 else 0.0,
@@ -135,9 +133,8 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     both = torch.zeros(size, 2, dtype=torch.float64)  # the mixture, and its product as it is known
     both[:m, 0] = weights
     both[:, 1] = krylov.coupling[:size, :m] @ weights
-    mixed = torch.zeros(2, krylov.width, dtype=torch.float64, device=products.device)
-    mix_rows(krylov.rows[:size, : krylov.width], both, mixed)
-    mixture, expected = mixed[0].to(products.dtype), mixed[1]
+    mixed, expected = krylov.rows.combine(both, torch.float64)
+    mixture = mixed.to(products.dtype)
     image = torch.zeros_like(mixture)
     products.into(mixture, image)
     difference = float(products.space.norm(image.double() - expected))
@@ -145,7 +142,7 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     allowed = solver.limit * krylov.norm * length
     if not difference <= allowed:
         # What the basis has not shown may still be rounding: measure it.
-        parts = torch.stack([mixture / length, krylov.row(0)])
+        parts = torch.stack([mixture / length, krylov.rows.row(0)])
         change = rounding(products, parts, solver.limit * krylov.norm)
         krylov.rounding = max(krylov.rounding, float(products.space.norm(change).max()))
         allowed = max(allowed, RAGGED * krylov.rounding * length)

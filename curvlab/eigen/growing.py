@@ -46,7 +46,7 @@ class Growing:
             certify=certify,
         )  # fmt: skip
         asked = replace(
-            asked, rows=request(self.products, k, which=self.which).rows
+            asked, quota=request(self.products, k, which=self.which).quota
         )  # as if every one certified
         if self.solver is None:
             self.solver = Solver(self.products, asked, self.certificate)

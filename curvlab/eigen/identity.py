@@ -69,7 +69,7 @@ def _witness(products: Products) -> list[float]:
     signs = space.signs(generator, WITNESSES).to(products.dtype).to(products.device)
     rows, _ = ops.quantise(signs, products.dtype)
     # a difference of the images is seen at its own length: signs have unit elements
-    return [float(space.norm(image)), *space.coefficients(rows, image).tolist()]
+    return [float(space.norm(image)), *space.total(ops.coefficients(rows, image)).tolist()]
 
 
 def _agree(name: str, saved: Any, asked: Any, rounding: float) -> bool:

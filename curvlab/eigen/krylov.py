@@ -21,39 +21,35 @@ import math
 import torch
 from torch import Tensor, nn
 
-from curvlab.eigen.room import Rows, allocate
-from curvlab.eigen.space import Space
 from curvlab.probe import OperatorError
-
-CHUNK = 16384  # columns mixed at a time in float64: they stay in the cache
+from curvlab.rows import Rows
 
 
 class Krylov:
     """The decomposition ``A V = V H + R C``; see the file's header.
 
+    Args:
+        rows: None in use yet, in one piece of memory that the operator's device computes on: a row
+            is filled where it stands.
+        eps: Of the operator's dtype.
+
     Attributes:
-        width: Elements of a vector that are held here; see :mod:`curvlab.eigen.space`.
-        rows: Storage ``(capacity, padded width)``; rows ``0..m`` are ``V``, then ``f`` rows ``R``.
+        rows: The first ``m`` are ``V``, then come ``f`` rows ``R``.
         coupling: ``(capacity, capacity)``, float64, CPU: column ``j < m`` holds the coefficients of
             ``A v_j`` on all rows, that is ``H`` above ``C``.
-        aside: ``S``, shape ``(d, padded width)``.
+        aside: ``S``, shape ``(d, width)``.
         aside_coupling: ``D``, shape ``(d, capacity)``, float64, CPU.
         norm: Largest ``||A v||`` seen for a unit ``v``: a lower bound of ``||A||``.
     """
 
-    def __init__(
-        self, space: Space, rows: Rows, *, dtype: torch.dtype, device: torch.device, eps: float
-    ) -> None:
-        self.space = space
-        self.width = space.width
+    def __init__(self, rows: Rows, eps: float) -> None:
+        self.rows = rows
         self.eps = eps
-        self.rows = allocate(rows, self.width, dtype, device)
-        capacity = rows.total
+        capacity = rows.capacity
         self.coupling = torch.zeros(capacity, capacity, dtype=torch.float64)
-        self.aside = self.rows[:0].clone()
+        self.aside = rows.rows()
         self.aside_coupling = torch.zeros(0, capacity, dtype=torch.float64)
         self.multiplied = 0
-        self.frontier = 0
         self.restarts = 0
         self.norm = 0.0
         self.chained = False  # whether the last row came from the one before it
@@ -66,11 +62,15 @@ class Krylov:
 
     @property
     def size(self) -> int:
-        return self.multiplied + self.frontier
+        return self.rows.size
+
+    @property
+    def frontier(self) -> int:
+        return self.rows.size - self.multiplied
 
     @property
     def capacity(self) -> int:
-        return self.rows.shape[0]
+        return self.rows.capacity
 
     @property
     def breakdown(self) -> float:
@@ -96,16 +96,12 @@ class Krylov:
 
         Such an error has only ``1 / sqrt(n)`` of its norm along a row.
         """
-        return self.asymmetry * math.sqrt(self.space.n / 2.0)
+        return self.asymmetry * math.sqrt(self.rows.n / 2.0)
 
     @property
     def noise(self) -> float:
         """Norm of the error of one product: as measured, or as the asymmetry suggests."""
         return self.rounding if self.rounding > 0.0 else self.error
-
-    def row(self, index: int) -> Tensor:
-        """Row ``index`` without its padding, ``(width,)``."""
-        return self.rows[index, : self.width]
 
     def add(self, vector: Tensor) -> bool:
         """Orthonormalise ``vector`` ``(width,)`` against all rows into a new frontier row.
@@ -113,17 +109,15 @@ class Krylov:
         Returns:
             Whether there was anything left of it.
         """
-        target = self.row(self.size)
+        target = self.rows.row(self.size)
         target.copy_(vector)
-        _, length = self.space.orthonormalise_(self.rows[: self.size], target)
+        _, length = self.rows.orthonormalise_(target)
         if not bool(torch.isfinite(length)):
-            target.zero_()
             raise ValueError("a start vector holds NaN or infinity")
         if float(length) == 0.0:
-            target.zero_()
             return False
         self.coupling[self.size].zero_()
-        self.frontier += 1
+        self.rows.admit()
         self.chained = False
         return True
 
@@ -132,45 +126,37 @@ class Krylov:
         if index == 0:
             return
         first, other = self.multiplied, self.multiplied + index
-        held = self.rows[first].clone()
-        self.rows[first].copy_(self.rows[other])
-        self.rows[other].copy_(held)
+        self.rows.swap(first, other)
         self.coupling[[first, other]] = self.coupling[[other, first]]
         self.chained = False
 
-    def expand(self) -> None:
-        """Take the product of row ``m``, which the caller has put into row ``m + f``, as known.
+    def expand(self, product: Tensor) -> None:
+        """Take ``product``, that of row ``m``, as known; it stands in row ``m + f``.
 
-        The product becomes a new frontier row. Its coefficients stay on the device until
-        :meth:`settle`.
+        It becomes a new frontier row. Its coefficients stay on the device until :meth:`settle`.
         """
-        held, target = self.rows[: self.size], self.row(self.size)
         if self.chained and self.frontier == 1 and not self._pending:
             beta = float(self.coupling[self.multiplied, self.multiplied - 1])
-            _, length, coefficients = self.space.lanczos_step_(held, target, beta)
+            _, length, coefficients = self.rows.lanczos_step_(product, beta)
         else:
-            coefficients, length = self.space.orthonormalise_(held, target)
+            coefficients, length = self.rows.orthonormalise_(product)
         self._pending.append((self.multiplied, torch.cat([coefficients, length.reshape(1)])))
+        self.rows.admit()
         self.multiplied += 1
         self.chained = self.frontier == 1
 
     def expand_block(self, products: Tensor) -> None:
         """The same for ``products`` ``(b, width)`` of the first ``b`` frontier rows at once."""
-        b, size = products.shape[0], self.size
-        block = self.rows[size : size + b, : self.width]
-        block.copy_(products)
-        if not bool(torch.isfinite(self.space.norm(products)).all()):
+        if not bool(torch.isfinite(self.rows.space.norm(products)).all()):
             raise OperatorError(_NOT_FINITE)
         new = products.clone()
-        kept = self.space.orthonormalise_block_(self.rows[:size], new)
-        count = int(kept.sum())
-        block[:count].copy_(new[kept])
-        block[count:].zero_()
-        columns = self.space.coefficients(self.rows[: size + count], products).cpu()
+        for vector in new[self.rows.orthonormalise_block_(new)]:
+            self.rows.row(self.size).copy_(vector)
+            self.rows.admit()
+        columns = self.rows.coefficients(products).cpu()
         for j, column in enumerate(columns):
-            self._record(self.multiplied + j, column, size + count)
-        self.multiplied += b
-        self.frontier += count - b
+            self._record(self.multiplied + j, column, self.size)
+        self.multiplied += len(products)
         self.chained = False
 
     def settle(self) -> bool:
@@ -191,9 +177,8 @@ class Krylov:
             self._record(j, column, size + 1)
             if float(column[-1]) <= self.breakdown:
                 self.multiplied = j + 1
-                self.frontier = size - self.multiplied
+                self.rows.truncate(size)
                 self.coupling[size, : self.multiplied] = 0.0
-                self.row(size).zero_()
                 self.chained = False
                 return False
         return True
@@ -222,11 +207,10 @@ class Krylov:
         m, size = self.multiplied, self.size
         remainder = torch.zeros(self.frontier, self.capacity, dtype=torch.float64)
         remainder[:, :m] = self.coupling[m:size, :m]
-        self.aside = torch.cat([self.aside, self.rows[m:size]])
+        self.aside = torch.cat([self.aside, self.rows.rows(m, size)])
         self.aside_coupling = torch.cat([self.aside_coupling, remainder])
         self.coupling[m:size] = 0.0
-        self.rows[m:size].zero_()
-        self.frontier = 0
+        self.rows.truncate(m)
         self.chained = False
 
     def bring_back(self, first: int) -> None:
@@ -235,34 +219,32 @@ class Krylov:
             return
         self.coupling[first:, :first] = 0.0
         for held, remainder in zip(self.aside, self.aside_coupling, strict=True):
-            target = self.row(self.size)
-            target.copy_(held[: self.width])
-            overlap, length = self.space.orthonormalise_(self.rows[: self.size], target)
+            target = self.rows.row(self.size)
+            target.copy_(held)
+            overlap, length = self.rows.orthonormalise_(target)
             column = torch.cat([overlap, length.reshape(1)]).cpu()
             kept = self.size + (1 if float(column[-1]) > 0.0 else 0)
             self.coupling[first:kept, :first] += torch.outer(column[first:kept], remainder[:first])
-            self.frontier += kept - self.size
+            self.rows.admit(kept - self.size)
         self.aside = self.aside[:0]
         self.aside_coupling = self.aside_coupling[:0]
         self.chained = False
 
-    def grow(self, given: Rows) -> None:
-        """Make room for more rows; nothing else changes."""
-        more = given.total - self.capacity
+    def grow(self, capacity: int) -> None:
+        """Make room for so many rows; nothing else changes."""
+        more = capacity - self.capacity
         if more <= 0:
             return
-        rows = allocate(given, self.width, self.rows.dtype, self.rows.device)
-        rows[: self.size].copy_(self.rows[: self.size])
-        self.rows = rows
+        self.rows.reserve(capacity)
         self.coupling = nn.functional.pad(self.coupling, (0, more, 0, more))
         self.aside_coupling = nn.functional.pad(self.aside_coupling, (0, more))
 
     def forget(self, m: int) -> None:
         """Go back to the first ``m`` rows, at which :meth:`set_aside` was called."""
-        self.rows[m : self.size].zero_()
+        self.rows.truncate(m)
         self.coupling[m:] = 0.0
         self.coupling[:, m:] = 0.0
-        self.multiplied, self.frontier = m, 0
+        self.multiplied = m
         self.chained = False
 
     def projected(self) -> Tensor:
@@ -291,7 +273,7 @@ class Krylov:
         if p:
             skew = (h - h.T) / 2 @ mixing
             self.lost = math.hypot(self.lost, math.sqrt(float(skew.square().sum(0).max())))
-        mix_rows(self.rows[:m], mixing, self.rows[:p])
+        self.rows.mix(mixing)
         coupling = torch.zeros_like(self.coupling)
         coupling[:p, :p] = torch.diag(values)
         coupling[p : p + f, :p] = remainder @ mixing
@@ -299,9 +281,6 @@ class Krylov:
         aside = torch.zeros_like(self.aside_coupling)
         aside[:, :p] = self.aside_coupling[:, :m] @ mixing
         self.aside_coupling = aside
-        for i in range(f):  # in this order: a row may move onto one already moved
-            self.rows[p + i].copy_(self.rows[m + i])
-        self.rows[p + f : m + f].zero_()
         self.multiplied = p
         self.restarts += 1
         self.chained = False
@@ -315,28 +294,6 @@ def _within(columns: Tensor, vector: Tensor) -> Tensor:
         return column * (float(column @ vector) / square) if square > 0.0 else 0.0 * column
     solution: Tensor = torch.linalg.lstsq(columns, vector[:, None], driver="gelsd").solution
     return (columns @ solution).flatten()
-
-
-def mix_rows(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
-    """``into[i] = sum_j mixing[j, i] rows[j]`` in float64, rounded once; may be in place.
-
-    Args:
-        rows: Shape ``(m, n)``.
-        mixing: Shape ``(m, p)``, float64.
-        into: Shape ``(p, n)``; may be the first ``p`` of ``rows``.
-    """
-    (m, p), n = mixing.shape, rows.shape[1]
-    transposed = mixing.T.to(rows.device).contiguous()
-    # Allocated once: new memory for every chunk costs more than the arithmetic.
-    wide = transposed.new_empty(m * min(CHUNK, n))
-    mixed = transposed.new_empty(p * min(CHUNK, n))
-    for start in range(0, n, CHUNK):
-        width = min(CHUNK, n - start)
-        columns = slice(start, start + width)
-        given, found = wide[: m * width].view(m, width), mixed[: p * width].view(p, width)
-        given.copy_(rows[:, columns])
-        torch.mm(transposed, given, out=found)
-        into[:, columns].copy_(found)
 
 
 _NOT_FINITE = (

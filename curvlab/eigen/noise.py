@@ -9,7 +9,7 @@ apart with products of vectors from the basis itself, as :mod:`curvlab.probe` do
 import torch
 from torch import Tensor
 
-from curvlab.eigen.krylov import Krylov, mix_rows
+from curvlab.eigen.krylov import Krylov
 from curvlab.eigen.products import Products
 from curvlab.probe import RAGGED, TWICE, OperatorError
 
@@ -31,10 +31,9 @@ def require_rounding(products: Products, krylov: Krylov, limit: float, seed: int
     # The longest product, and mixtures of all rows, as the asymmetry is one.
     mixing = torch.randn(m, 3, generator=generator, dtype=torch.float64)
     mixing[:, 0] = columns[:, values.abs().argmax()]
-    vectors = krylov.rows.new_zeros(3, krylov.width)
-    mix_rows(krylov.rows[:m, : krylov.width], mixing / mixing.norm(dim=0), vectors)
+    vectors = krylov.rows.combine(mixing / mixing.norm(dim=0))
     change = rounding(products, vectors, limit * krylov.norm)
-    along = products.space.coefficients(krylov.rows[: krylov.size], change).cpu().square()
+    along = krylov.rows.coefficients(change).cpu().square()
     krylov.rounding = max(krylov.rounding, float(products.space.norm(change).max()))
     krylov.ragged = max(krylov.ragged, float(along.mean(1).max().sqrt()))
     if krylov.asymmetry > RAGGED * krylov.ragged:

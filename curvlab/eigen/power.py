@@ -23,11 +23,12 @@ from torch import Tensor
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Deflation, Products, orthogonality
 from curvlab.eigen.request import check_choice, check_numbers, product_budget
-from curvlab.eigen.result import Eigenpairs, judge
+from curvlab.eigen.result import Eigenpairs, judge, result_in
 from curvlab.eigen.selection import order
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
 from curvlab.probe import Certificate, OperatorError
+from curvlab.rows import Rows
 
 Stop = Literal["residual", "value"]
 STEPS = 20  # of the paper's tool, per pair
@@ -124,7 +125,7 @@ class _Search:
         products = self.products
         none = torch.zeros(0, products.width, dtype=products.dtype, device=products.device)
         self.found = _Found((), none, none)
-        self.padded = none
+        self.known = Rows(self.space, products.n, dtype=products.dtype, device=products.device)
         saved = work.resume()
         if saved is not None:
             facts = saved.facts
@@ -157,9 +158,9 @@ class _Search:
         applied = image.clone()
         if self.by_value:
             weights = torch.tensor(found.values, dtype=torch.float64).to(vector.device)
-            ops.apply_(known, self.space.coefficients(known, vector) * weights, applied)
+            known.subtract_(known.coefficients(vector) * weights, applied)
         else:
-            self.space.project_(known, applied)
+            known.project_out_(applied)
         value, length, rest = self._figures(vector, applied)
         if not length < float("inf"):
             raise OperatorError("the operator returned NaN or infinity")
@@ -188,21 +189,22 @@ class _Search:
         self.products.into(vector, image)
         return image
 
-    def _known(self) -> Tensor:
-        """The vectors found, as the kernels take rows; copied when there is a new one."""
-        if len(self.padded) != len(self.found.vectors) or not len(self.padded):
-            self.padded, _ = ops.quantise(self.found.vectors, self.products.dtype)
-        return self.padded
+    def _known(self) -> Rows:
+        """The vectors found; orthonormal as far as the rule that ended each has made them."""
+        for vector in self.found.vectors[len(self.known) :]:
+            self.known.put(len(self.known), vector)
+            self.known.admit()
+        return self.known
 
     def _figures(self, vector: Tensor, applied: Tensor) -> list[float]:
         """Rayleigh quotient, length, and length of what is not along ``vector``: one transfer."""
         row, _ = ops.quantise(vector[None], self.products.dtype)
-        value = self.space.coefficients(row, applied)[0]
+        value = self.space.total(ops.coefficients(row, applied))[0]
         rest = self.space.norm(applied.double() - value * vector.double())
         found: list[float] = torch.stack([value, self.space.norm(applied), rest]).tolist()
         return found
 
-    def _begin(self, known: Tensor) -> tuple[Tensor, int]:
+    def _begin(self, known: Rows) -> tuple[Tensor, int]:
         """The first vector of a pair, and how many were drawn with it."""
         if self.by_value and len(known):
             return self.found.vectors[-1], self.found.draws
@@ -222,17 +224,17 @@ class _Search:
         products.project_out_(vector)
         return vector
 
-    def _separated(self, known: Tensor, vector: Tensor) -> Tensor:
+    def _separated(self, known: Rows, vector: Tensor) -> Tensor:
         """The part of ``vector`` orthogonal to the rows ``known``, of unit length."""
         for _ in range(2):  # twice is enough
-            self.space.project_(known, vector)
+            known.project_out_(vector)
         return vector / self.space.norm(vector)
 
 
 def _rayleigh_ritz(products: Products, found: _Found) -> tuple[Tensor, Tensor, Tensor]:
     """Values, vectors and images of the pairs that the span of the vectors ``(k, width)`` holds."""
     rows, _ = ops.quantise(found.vectors, products.dtype)
-    small = products.space.coefficients(rows, found.images).cpu()
+    small = products.space.total(ops.coefficients(rows, found.images)).cpu()
     values, mixing = torch.linalg.eigh((small + small.T) / 2)
     turn = mixing.T.to(found.vectors)
     return values, turn @ found.vectors, turn @ found.images
@@ -274,15 +276,15 @@ def _result(
         outcome = Outcome.NOT_SETTLED
         reason = "the stopping rule was met before the residuals were"
     device, stored = products.device, vectors.to(products.operator.dtype).contiguous()
-    padded, _ = ops.quantise(vectors, products.dtype)
-    return space.result(
+    return result_in(
+        space,
         values=values.to(device),
         vectors=space.canonical_signs_(stored),
         residuals=residuals.to(device),
         converged=converged.to(device),
         complete=False,
         doubt=1.0,
-        orthogonality=orthogonality(padded, space),
+        orthogonality=orthogonality(vectors, space),
         norm=norm,
         floor=floor,
         asymmetry=0.0,

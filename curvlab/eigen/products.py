@@ -7,12 +7,12 @@ overwrites its input or hands out one buffer again and again is harmless here.
 from typing import Protocol, runtime_checkable
 
 import torch
+from curvlab_kernels.block import gram
 from torch import Tensor
 
-from curvlab.eigen.space import Space, space_of
 from curvlab.operators import Dense, Operator
 from curvlab.probe import Certificate, LinearOperator, probe, require_image, usual_limit
-from curvlab.rows import Rows
+from curvlab.rows import Rows, Space, space_of
 
 
 @runtime_checkable
@@ -27,9 +27,9 @@ class Deflation(Protocol):
 
 
 def orthogonality(rows: Tensor, space: Space) -> float:
-    """Largest element of ``|V V' - I|`` for padded rows ``(m, ld)``, float32 or float64."""
-    gram = space.coefficients(rows, rows)
-    return float((gram - torch.eye(*gram.shape).to(gram)).abs().max()) if len(rows) else 0.0
+    """Largest element of ``|V V' - I|`` for rows ``(m, width)``, float32 or float64."""
+    inner = space.total(gram(rows))
+    return float((inner - torch.eye(*inner.shape).to(inner)).abs().max()) if len(rows) else 0.0
 
 
 class Products:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import RelativeTo
-from curvlab.eigen.room import Room, Rows, rows_for
+from curvlab.eigen.room import Quota, Room, quota
 from curvlab.eigen.selection import check_which
 
 
@@ -68,7 +68,7 @@ class Request:
     """A checked request; see :func:`curvlab.lanczos` for what is not explained here.
 
     Attributes:
-        rows: Those of the search, and those that certification may take.
+        quota: Rows of the search, and those that certification may take.
         block: Rows multiplied together.
         stride: Steps between two looks at the coefficients, where looking costs a transfer.
     """
@@ -80,7 +80,7 @@ class Request:
     seed: int
     max_products: int
     certify: Certify
-    rows: Rows
+    quota: Quota
     block: int
     stride: int
 
@@ -95,8 +95,8 @@ class Request:
             "copies": self.certify.copies,
             "doubt": self.certify.doubt,
             "certify products": self.certify.products,
-            "rows": self.rows.search,
-            "reserve": self.rows.reserve,
+            "rows": self.quota.search,
+            "reserve": self.quota.reserve,
             "block": self.block,
             "stride": self.stride,
         }
@@ -131,7 +131,7 @@ def request(
         seed=seed,
         max_products=product_budget(max_products, k),
         certify=certify,
-        rows=rows_for(products, k, block, room or Room(), certify.copies),
+        quota=quota(products, k, block, room or Room(), certify.copies),
         block=block,
         stride=1 if products.device.type == "cpu" or block > 1 else 4,
     )

@@ -14,13 +14,14 @@ is also at most ``floor``, and ``reason`` says how many such pairs there are.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from curvlab.eigen.outcome import Outcome
 from curvlab.probe import Certificate
+from curvlab.rows import Space
 from curvlab.storage import load_tensors, save_tensors
 
 if TYPE_CHECKING:
@@ -265,3 +266,15 @@ def certificate_from(facts: dict[str, Any] | None) -> Certificate | None:
 def _some(positions: Sequence[int], most: int = 8) -> str:
     shown = ", ".join(map(str, positions[:most]))
     return shown if len(positions) <= most else f"{shown}, ..."
+
+
+@runtime_checkable
+class Dividing(Protocol):
+    """A space whose vectors are in parts, and so are its results."""
+
+    def result(self, **fields: Any) -> Eigenpairs: ...
+
+
+def result_in(space: Space, **fields: Any) -> Eigenpairs:
+    """The result of a solve whose vectors live in ``space``."""
+    return space.result(**fields) if isinstance(space, Dividing) else Eigenpairs(**fields)

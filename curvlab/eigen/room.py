@@ -8,13 +8,12 @@ vectors that it returns with a copy of them, and a few vectors in the making.
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from curvlab_kernels import ops
-from torch import Tensor
 
 from curvlab.eigen.products import Products
 from curvlab.operators.products.memory import free_bytes
+from curvlab.rows import MappedFile, Rows, Tier
 
 SMALL = 6  # times the usual rows a space without restarts may have
 RESERVE = 32  # rows for a chain that looks for hidden copies
@@ -30,8 +29,9 @@ class Room:
         rows: Of the basis, certification included (default about ``3 k + 44``). A full basis is
             compressed, at the price of more products.
         bytes: In place of ``rows``: all long vectors of the solve together, the result included.
-        file: Keep the rows in this file, mapped into memory, instead of in memory: slower, and as
-            many as the disk holds. The file is replaced, and removed when the solve ends.
+        file: Keep the rows in a file of this one's folder, mapped into memory, instead of in
+            memory: slower, and as many as the disk holds. It has no name and is gone when the solve
+            ends, however it ends; what ``file`` itself holds is left as it is.
     """
 
     rows: int | None = None
@@ -44,8 +44,8 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of a search, and beyond those for a chain that looks for hidden copies."""
+class Quota:
+    """How many rows a search gets, and beyond those a chain that looks for hidden copies."""
 
     search: int
     reserve: int
@@ -76,7 +76,7 @@ def solve_bytes(rows: int, k: int, width: int, dtype: torch.dtype) -> int:
     return (rows + 2 * k + PASSING) * ops.padded(width) * (torch.finfo(dtype).bits // 8)
 
 
-def rows_for(products: Products, k: int, block: int, room: Room, copies: bool) -> Rows:
+def quota(products: Products, k: int, block: int, room: Room, copies: bool) -> Quota:
     """How many rows a solve gets; raises if what it needs is more than it may take."""
     least_reserve = (LEAST_RESERVE if copies else 2) + block - 1
     reserve = (min(RESERVE, products.room + 2) if copies else 2) + block - 1
@@ -86,30 +86,30 @@ def rows_for(products: Products, k: int, block: int, room: Room, copies: bool) -
     if room.bytes is not None:
         total = room.bytes // vector - 2 * k - PASSING
     if total is None:
-        rows = Rows(min(usual_rows(k, products.room, block), most), reserve, _path(room))
+        given = Quota(min(usual_rows(k, products.room, block), most), reserve, _path(room))
     else:
         if total < least + least_reserve:
-            given = f"rows={room.rows}" if room.bytes is None else f"bytes={room.bytes}"
+            asked = f"rows={room.rows}" if room.bytes is None else f"bytes={room.bytes}"
             needed = solve_bytes(least + least_reserve, k, products.width, products.dtype)
             raise ValueError(
-                f"Room({given}) is too little: k = {k} needs at least {least + least_reserve} rows "
+                f"Room({asked}) is too little: k = {k} needs at least {least + least_reserve} rows "
                 f"({needed} bytes with the result). Ask for fewer pairs at a time with deflate=, "
                 "or keep the rows in a file: Room(file=...)"
             )
         reserve = min(reserve, max(least_reserve, min(total // 4, total - least)))
-        rows = Rows(min(total - reserve, most), reserve, _path(room))
-    _require_memory(products, rows, k, least + least_reserve)
-    return rows
+        given = Quota(min(total - reserve, most), reserve, _path(room))
+    _require_memory(products, given, k, least + least_reserve)
+    return given
 
 
 def _path(room: Room) -> Path | None:
     return None if room.file is None else Path(room.file)
 
 
-def _require_memory(products: Products, rows: Rows, k: int, least: int) -> None:
+def _require_memory(products: Products, quota: Quota, k: int, least: int) -> None:
     """Raise before anything is allocated if the rows do not fit what is free."""
     width, dtype = products.width, products.dtype
-    held = 0 if rows.file is not None else rows.total
+    held = 0 if quota.file is not None else quota.total
     needed, free = solve_bytes(held, k, width, dtype), free_bytes(products.device)
     if needed <= free:
         return
@@ -121,20 +121,22 @@ def _require_memory(products: Products, rows: Rows, k: int, least: int) -> None:
         cures.append("an operator in float32, which takes half")
     cures.append("fewer pairs at a time with deflate=")
     raise MemoryError(
-        f"a solve with {rows.total} rows of {width} elements takes {needed} bytes, and "
+        f"a solve with {quota.total} rows of {width} elements takes {needed} bytes, and "
         f"{int(free)} are free on {products.device}. What would do: {'; '.join(cures)}"
     )
 
 
-def allocate(rows: Rows, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros ``(total, padded width)``; on a CPU memory is touched only when a row is written."""
-    shape, kind = (rows.total, ops.padded(width)), str(dtype).removeprefix("torch.")
-    if rows.file is not None:
-        if device.type != "cpu":
-            raise ValueError(f"Room(file=) keeps rows in the CPU's memory; these are on {device}")
-        mapped = np.memmap(rows.file, kind, "w+", shape=shape)
-        rows.file.unlink()  # the mapping keeps it until the solve ends, however it ends
-        return torch.from_numpy(mapped)
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(shape, kind))
+def working_rows(quota: Quota, products: Products) -> Rows:
+    """The rows of a solve, none in use; on a CPU memory is touched only when a row is written."""
+    tier: Tier | None = None
+    if quota.file is not None:
+        if products.device.type != "cpu":
+            raise ValueError(
+                f"Room(file=) keeps rows in the CPU's memory; these are on {products.device}"
+            )
+        tier = MappedFile(quota.file.parent, resident=True)
+    rows = Rows(
+        products.space, quota.total, dtype=products.dtype, device=products.device, tier=tier
+    )
+    rows.reserve(quota.total)
+    return rows

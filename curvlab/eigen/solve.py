@@ -281,7 +281,7 @@ class _System:
 
     def _dot(self, first: Tensor, second: Tensor) -> Tensor:
         row, _ = ops.quantise(first[None], self.products.dtype)
-        return self.space.coefficients(row, second)[0]
+        return self.space.total(ops.coefficients(row, second))[0]
 
     def _deflation(self, pairs: Eigenpairs | None) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of the pairs, and by what their components shrink and are divided, float64."""
@@ -305,15 +305,18 @@ class _System:
         """The solution in the span of the pairs, float64."""
         found = torch.zeros_like(rest)
         if len(self.rows):
-            ops.apply_(self.rows, -self.space.coefficients(self.rows, rest) * self.inverse, found)
+            ops.apply_(self.rows, -self._along(rest) * self.inverse, found)
         return found.double()
 
     def _precondition(self, rest: Tensor) -> Tensor:
         """``rest`` with the pairs' components brought down to that of the smallest of them."""
         found = rest.clone()
         if len(self.rows):
-            ops.apply_(self.rows, -self.space.coefficients(self.rows, rest) * self.shrink, found)
+            ops.apply_(self.rows, -self._along(rest) * self.shrink, found)
         return found
+
+    def _along(self, rest: Tensor) -> Tensor:
+        return self.space.total(ops.coefficients(self.rows, rest))
 
 
 def _check(products: Products, b: Tensor, damping: float, tol: float) -> None:

@@ -20,6 +20,7 @@ from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import Request
 from curvlab.eigen.result import tolerances
+from curvlab.eigen.room import working_rows
 from curvlab.eigen.selection import Edge, edges, order
 from curvlab.probe import Certificate, usual_limit
 
@@ -48,13 +49,7 @@ class Solver:
         self.products = products
         self.request = request
         self.certificate = certificate
-        self.krylov = Krylov(
-            products.space,
-            request.rows,
-            dtype=products.dtype,
-            device=products.device,
-            eps=products.eps,
-        )
+        self.krylov = Krylov(working_rows(request.quota, products), products.eps)
         self.draws = 0
         self.chain: Chain | None = None
         self.doubt = 1.0
@@ -115,7 +110,7 @@ class Solver:
     def go_on(self, request: Request) -> None:
         """Take up a solve that has ended: for more pairs, or to look for hidden copies."""
         self.krylov.bring_back(self.krylov.multiplied)
-        self.krylov.grow(request.rows)
+        self.krylov.grow(request.quota.total)
         self.request, self.outcome, self.reason = request, None, ""
         self.chain, self.doubt, self.converged_at = None, 1.0, None
         self._judge()
@@ -182,10 +177,11 @@ class Solver:
 
     def _expand(self) -> None:
         krylov = self.krylov
-        self._multiply(krylov.row(krylov.multiplied), krylov.row(krylov.size))
-        krylov.expand()
+        product = krylov.rows.row(krylov.size)
+        self._multiply(krylov.rows.row(krylov.multiplied), product)
+        krylov.expand(product)
         if self.products.deflation is not None:
-            self.products.project_out_(krylov.row(krylov.size - 1))
+            self.products.project_out_(product)
 
     def _multiply(self, vectors: Tensor, targets: Tensor) -> None:
         self.whole = True  # until it comes back, a product changes nothing
@@ -195,13 +191,15 @@ class Solver:
     def _expand_block(self) -> None:
         krylov = self.krylov
         b = min(self.request.block, krylov.frontier)
-        rows = krylov.rows[krylov.multiplied : krylov.multiplied + b, : krylov.width]
+        rows = krylov.rows.rows(krylov.multiplied, krylov.multiplied + b)
         results = torch.zeros_like(rows)
         self._multiply(rows, results)
         krylov.expand_block(results)
         if self.products.deflation is not None and krylov.frontier:
-            last = krylov.rows[krylov.size - krylov.frontier : krylov.size, : krylov.width]
+            last = krylov.rows.rows(krylov.multiplied)
             self.products.project_out_(last)
+            for index, row in enumerate(last, krylov.multiplied):
+                krylov.rows.put(index, row)
 
     def _due(self) -> bool:
         """Whether this is a step at which the host looks at the coefficients."""
@@ -278,7 +276,7 @@ class Solver:
         """Set the frontier aside and start a chain from a random row orthogonal to what is left."""
         krylov, k = self.krylov, self.request.k
         krylov.set_aside()
-        most = krylov.capacity - self.request.rows.reserve - len(krylov.aside)
+        most = krylov.capacity - self.request.quota.reserve - len(krylov.aside)
         if krylov.multiplied > most:
             self._compress(max(k, most))
             ritz = self.ritz()
@@ -349,10 +347,10 @@ class Solver:
 
     def _capacity(self) -> int:
         # The search leaves the reserve to the chain, until a chain has found something.
-        return self.request.rows.search
+        return self.request.quota.search
 
     def _keep(self) -> int:
-        k, basis = self.request.k, self.request.rows.search
+        k, basis = self.request.k, self.request.quota.search
         free = basis - self.krylov.frontier - self.request.block
         return min(max(k + 1, k + (basis - k) // 2), free, self.krylov.multiplied)
 

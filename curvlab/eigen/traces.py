@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from curvlab_kernels import ops
 from torch import Tensor
 
 from curvlab.eigen.estimate import (
@@ -23,6 +22,7 @@ from curvlab.eigen.estimate import (
 from curvlab.eigen.products import Products
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
+from curvlab.rows import Rows
 
 
 def trace(
@@ -114,25 +114,23 @@ def _hutch(work: Work, first: int, last: int, seed: int) -> Estimate:
                 found = replace(found, sketch=torch.cat([found.sketch, images]))
                 work.keep(found.state())
             work.show(done, total, "products")
-        frame = found.sketch.clone()
-        empty, _ = ops.quantise(frame[:0], products.dtype)
-        frame = frame[space.orthonormalise_block_(empty, frame)]
+        frame = Rows(space, first, dtype=products.dtype, device=products.device)
+        frame.extend(found.sketch)
         done = 0
         for size in blocks(products, len(frame)):
-            rows, done = frame[done : done + size], done + size
+            rows, done = frame.rows(done, done + size), done + size
             if done > len(found.shares):
                 along = dots(products, rows, finite_images(products, rows)).tolist()
                 found = replace(found, shares=(*found.shares, *along))
             work.show(first + done, total, "products")
-        rows, _ = ops.quantise(frame, products.dtype)
         done = 0
         for size in blocks(products, last):
             vectors, done = random_signs(products, generator, size), done + size
             if done > len(found.samples):
-                space.project_(rows, vectors)
+                frame.project_out_(vectors)
                 images = finite_images(products, vectors)
                 values = dots(products, vectors, images).tolist()
-                space.project_(rows, images)
+                frame.project_out_(images)
                 squares = space.norm(images).square().tolist()
                 more = tuple(zip(values, squares, strict=True))
                 found = replace(found, samples=(*found.samples, *more))

@@ -158,22 +158,21 @@ class Rows:
         The rows after those in use can be had as well, to be filled, up to the capacity: after
         :meth:`put` and :meth:`admit` they count.
         """
-        self.store.make_room(index + 1)
-        row = self.store.row(index)[: self.width]
+        row = self.store.row(index, self.width)
         return row if row.device == self.device else row.to(self.device)
 
     def put(self, index: int, vector: Tensor) -> None:
         """Write ``vector`` ``(width,)`` to row ``index``; nothing to do if it is that row."""
-        self.store.make_room(index + 1)
-        row = self.store.row(index)[: self.width]
+        row = self.store.row(index, self.width)
         if row.data_ptr() != vector.data_ptr():
             row.copy_(vector)
 
     def admit(self, count: int = 1) -> None:
         """Take the next ``count`` rows, which the caller made orthonormal, as in use."""
         self._require_float()
-        self.store.make_room(self.size + count)
-        self.store.size += count
+        size = self.store.size + count
+        self.store.make_room(size)
+        self.store.size = size
 
     def swap(self, first: int, second: int) -> None:
         """Exchange two float rows."""
@@ -336,6 +335,9 @@ class Rows:
 
     def orthonormalise_block_(self, block: Tensor) -> Tensor:
         """The same for ``block`` ``(b, width)``, also among each other; which were kept: bool."""
+        whole = self.store.whole
+        if whole is not None and self._local:
+            return ops.orthonormalise_block_(whole[0], block)
         total = self.space.total if self.space.sharded else None
         return orthonormalise_with_(self.project_out_, block, self.size, 0.0, total)
 

@@ -88,18 +88,22 @@ def lanczos_step_(
         removed = vector.new_zeros(rows.size, dtype=torch.float64)
         removed[-2] = previous_beta
         square = ops.norm(vector).square().reshape(1)
-        vector.sub_(rows.row(rows.size - 2), alpha=previous_beta)
-        last = rows.row(rows.size - 1)
-        along = torch.dot(last.double(), vector.double()).reshape(1)
-        both = rows.space.total(torch.cat([along, square]))
+        ops.apply_(_stored(rows, rows.size - 2), removed[-2:-1], vector)
+        last = _stored(rows, rows.size - 1)
+        both = rows.space.total(torch.cat([ops.coefficients(last, vector), square]))
         removed[-1], before = both[0], both[1].sqrt()
-        vector.sub_(last * both[0].to(vector.dtype))
+        ops.apply_(last, removed[-1:], vector)
     again, passed = _pass_(rows, vector)
     removed += again
     # what the pass left, by Pythagoras: only asked whether it is most of the vector
     if float(passed**2 - again.square().sum()) < 0.5 * float(passed) ** 2:
         removed += _pass_(rows, vector)[0]
     return removed[-1], _normalise_(rows, vector, before), removed
+
+
+def _stored(rows: "Rows", index: int) -> Tensor:
+    """Float row ``index`` as the kernels take it, ``(1, ld)``."""
+    return rows.store.row(index, rows.store.ld).unsqueeze(0).to(rows.device)
 
 
 def _pass_(rows: "Rows", vector: Tensor) -> tuple[Tensor, Tensor]:

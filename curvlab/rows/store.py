@@ -72,10 +72,13 @@ class Store:
             slab = self._slabs[0][1]
             self.whole = slab.rows[:size], None if slab.scales is None else slab.scales[:size]
 
-    def row(self, index: int) -> Tensor:
-        """The stored row ``index`` ``(ld,)``, where it is kept; it need not be in use yet."""
+    def row(self, index: int, elements: int) -> Tensor:
+        """The first ``elements`` of stored row ``index``, where it is; it need not be in use."""
+        if self._slabs and index < self._slabs[0][1].rows.shape[0]:  # always so in a solver's steps
+            return self._slabs[0][1].rows[index, :elements]
+        self.make_room(index + 1)
         slab, where, _ = next(self._places(index, 1))
-        return slab.rows[where.start]
+        return slab.rows[where.start, :elements]
 
     def values(self, start: int, stop: int) -> Tensor:
         """Rows ``start`` to ``stop`` as numbers ``(count, width)`` of the working dtype."""

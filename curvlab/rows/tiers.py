@@ -207,7 +207,7 @@ def _mapped(folder: Path, size: int) -> Tensor:
         path.unlink(missing_ok=True)
         raise StorageError(
             f"no room for {size} bytes of a basis in {folder}: {error}. Use another folder, a "
-            "narrower dtype or a smaller capacity"
+            "narrower dtype or fewer rows"
         ) from error
     if os.name == "posix":
         path.unlink()  # the mapping keeps the space; it is freed with the basis, even after a crash
