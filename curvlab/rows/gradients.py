@@ -15,11 +15,11 @@ from curvlab_kernels.checks import WORKING
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from curvlab.rows.orthonormal import Rows
+    from curvlab.rows.projector import Projector
 
 
-def project_list_(rows: "Rows", tensors: Sequence[Tensor]) -> Tensor:
-    """See :meth:`Rows.project_out_`."""
+def project_list_(rows: "Projector", tensors: Sequence[Tensor]) -> Tensor:
+    """See :meth:`Projector.project_out_`."""
     _check_count(rows, tensors, "gradients")
     whole = rows.whole
     if whole is not None and not rows.space.sharded:
@@ -31,7 +31,7 @@ def project_list_(rows: "Rows", tensors: Sequence[Tensor]) -> Tensor:
     return removed
 
 
-def project_gradients_(rows: "Rows", parameters: Iterable[nn.Parameter]) -> Tensor:
+def project_gradients_(rows: "Projector", parameters: Iterable[nn.Parameter]) -> Tensor:
     """See :meth:`Rows.project_gradients_`."""
     chosen = list(parameters)
     for parameter in chosen:
@@ -43,7 +43,7 @@ def project_gradients_(rows: "Rows", parameters: Iterable[nn.Parameter]) -> Tens
 
 @torch.no_grad()
 def sgd_step_(
-    rows: "Rows",
+    rows: "Projector",
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     momenta: Sequence[Tensor],
@@ -78,7 +78,7 @@ def sgd_step_(
     return removed
 
 
-def _held(rows: "Rows", tensors: Sequence[Tensor], name: str) -> Tensor:
+def _held(rows: "Projector", tensors: Sequence[Tensor], name: str) -> Tensor:
     """What is held here of ``tensors``: whole ones, or one shard."""
     if rows.space.sharded and len(tensors) == 1 and tensors[0].shape == (rows.width,):
         return tensors[0].clone()
@@ -87,7 +87,7 @@ def _held(rows: "Rows", tensors: Sequence[Tensor], name: str) -> Tensor:
     return rows.space.take_list(tensors)
 
 
-def _check_count(rows: "Rows", tensors: Sequence[Tensor], name: str) -> None:
+def _check_count(rows: "Projector", tensors: Sequence[Tensor], name: str) -> None:
     total = sum([tensor.numel() for tensor in tensors])
     if total != rows.n:
         raise ValueError(
@@ -96,7 +96,7 @@ def _check_count(rows: "Rows", tensors: Sequence[Tensor], name: str) -> None:
         )
 
 
-def _check(rows: "Rows", tensors: Sequence[Tensor], name: str) -> None:
+def _check(rows: "Projector", tensors: Sequence[Tensor], name: str) -> None:
     for index, tensor in enumerate(tensors):
         if tensor.dtype not in WORKING:
             raise TypeError(f"{name}[{index}] must be float32 or float64; got {tensor.dtype}")

@@ -14,7 +14,7 @@ from curvlab_kernels.block import length_after, scale_
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from curvlab.rows.orthonormal import Rows
+    from curvlab.rows.projector import Projector
 
 
 # Of a vector's norm. Where less is left of it, the rounding of what was removed is a large part of
@@ -23,7 +23,7 @@ ALMOST_INSIDE = 0.1
 FAR = 400  # binary exponent of a number whose squares, summed, may not be a float64
 
 
-def bring_near_(rows: "Rows", vectors: Tensor) -> None:
+def bring_near_(rows: "Projector", vectors: Tensor) -> None:
     """Bring vectors ``(k, width)`` whose squares leave the range of float64 near one, exactly."""
     if vectors.dtype != torch.float64 or not vectors.numel():
         return
@@ -33,7 +33,7 @@ def bring_near_(rows: "Rows", vectors: Tensor) -> None:
         vectors[far] = torch.ldexp(vectors[far], -exponents[far].unsqueeze(1))
 
 
-def coefficients(rows: "Rows", vectors: Tensor) -> Tensor:
+def coefficients(rows: "Projector", vectors: Tensor) -> Tensor:
     """``M g`` over the elements held here: ``(size,)`` or ``(b, size)``, float64."""
     parts = [ops.coefficients(piece, vectors, scales) for _, piece, scales in rows.store.pieces()]
     if len(parts) == 1:
@@ -42,8 +42,8 @@ def coefficients(rows: "Rows", vectors: Tensor) -> Tensor:
     return torch.cat([empty, *parts], -1)
 
 
-def project_out_(rows: "Rows", vectors: Tensor) -> Tensor:
-    """See :meth:`Rows.project_out_`."""
+def project_out_(rows: "Projector", vectors: Tensor) -> Tensor:
+    """See :meth:`Projector.project_out_`."""
     if rows.size == 0:
         return vectors.new_zeros((*vectors.shape[:-1], 0), dtype=torch.float64)
     removed, inside, square = _project_once_(rows, vectors)
@@ -53,7 +53,7 @@ def project_out_(rows: "Rows", vectors: Tensor) -> Tensor:
     return removed
 
 
-def _project_once_(rows: "Rows", vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _project_once_(rows: "Projector", vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One pass: what was removed, its squared norm, and that of the vectors before."""
     square = ops.norm(vectors).square().unsqueeze(-1)
     if rows.factor is None and not rows.space.sharded:
@@ -71,15 +71,15 @@ def _project_once_(rows: "Rows", vectors: Tensor) -> tuple[Tensor, Tensor, Tenso
     return removed, (removed * found).sum(-1), square
 
 
-def orthonormalise_(rows: "Rows", vector: Tensor) -> tuple[Tensor, Tensor]:
-    """Two passes and the norm; see :meth:`Rows.orthonormalise_`."""
+def orthonormalise_(rows: "Projector", vector: Tensor) -> tuple[Tensor, Tensor]:
+    """Two passes and the norm; see :meth:`Projector.orthonormalise_`."""
     removed, before = _pass_(rows, vector)
     again, _ = _pass_(rows, vector)
     return removed + again, _normalise_(rows, vector, before)
 
 
 def lanczos_step_(
-    rows: "Rows", vector: Tensor, previous_beta: float | None
+    rows: "Projector", vector: Tensor, previous_beta: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three-term recurrence or a full pass, then a full pass; see the kernel."""
     if previous_beta is None:
@@ -101,12 +101,12 @@ def lanczos_step_(
     return removed[-1], _normalise_(rows, vector, before), removed
 
 
-def _stored(rows: "Rows", index: int) -> Tensor:
+def _stored(rows: "Projector", index: int) -> Tensor:
     """Float row ``index`` as the kernels take it, ``(1, ld)``."""
     return rows.store.row(index, rows.store.ld).unsqueeze(0).to(rows.device)
 
 
-def _pass_(rows: "Rows", vector: Tensor) -> tuple[Tensor, Tensor]:
+def _pass_(rows: "Projector", vector: Tensor) -> tuple[Tensor, Tensor]:
     """Remove ``rows`` from ``vector``; the coefficients, and the norm before. One sum."""
     square = ops.norm(vector).square().reshape(1)
     both = rows.space.total(torch.cat([coefficients(rows, vector), square]))
@@ -115,7 +115,7 @@ def _pass_(rows: "Rows", vector: Tensor) -> tuple[Tensor, Tensor]:
     return removed, both[-1].sqrt()
 
 
-def _normalise_(rows: "Rows", vector: Tensor, before: Tensor) -> Tensor:
+def _normalise_(rows: "Projector", vector: Tensor, before: Tensor) -> Tensor:
     """Scale to unit norm; a vector that is only rounding becomes zero, and so its norm."""
     length = length_after(before, rows.space.norm(vector), rows.size, vector.dtype)
     scale_(vector, length)
