@@ -140,7 +140,8 @@ def test_a_language_model_and_a_resnet_that_nobody_here_wrote(run):
     assert code == 0, err
     assert json.loads(out)["converged"] == [True, True]
     resnet = ("--model", "user:ResNet", "--data", "user:images", "--mode", "eval")
-    code, out, err = run("eig", *resnet, "--k", 2, "--select", "fc.*", "--json")
+    code, out, err = run("eig", *resnet, "--k", 2, "--select", "fc.*", "--json",
+                         "--overwrite")  # fmt: skip
     assert code == 0, err
     assert json.loads(out)["n"] == 15
     code, out, _ = run("doctor", *resnet)
@@ -260,7 +261,8 @@ def test_eig_above_a_threshold_gives_all_of_them(run):
     code, out, err = run("eig", *NET, "--above", middle, "--which", "LA", "--json")
     assert code == 0, err
     assert json.loads(out)["values"] == pytest.approx(values[:4].tolist(), rel=1e-4)
-    code, out, err = run("eig", *NET, "--above", 1e6, "--which", "LA", "--picture", "none.png")
+    code, out, err = run("eig", *NET, "--above", 1e6, "--which", "LA", "--picture", "none.png",
+                         "--out", "none.safetensors")  # fmt: skip
     assert code == 0, err
     assert run("eig", *NET, "--above", 1.0, "--which", "both")[0] == 2
 

@@ -105,6 +105,7 @@ def bench(parser: ArgumentParser) -> None:
 
 def demo(parser: ArgumentParser) -> None:
     parser.add_argument("--out", default="demo", help="folder for files and pictures (demo)")
+    _overwrite(parser)
 
 
 def rerun(parser: ArgumentParser) -> None:
@@ -114,6 +115,7 @@ def rerun(parser: ArgumentParser) -> None:
         action="store_true",
         help="run the code that the file names, if it is not our own",
     )
+    _overwrite(parser)
 
 
 def version(parser: ArgumentParser) -> None:
@@ -149,7 +151,16 @@ def _model(parser: ArgumentParser) -> None:
 
 def _output(parser: ArgumentParser, name: str) -> None:
     parser.add_argument("--out", default=name, help=f"result file ({name})")
+    _overwrite(parser)
     _pictures(parser)
+
+
+def _overwrite(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace a result file of another model, request or kind",
+    )
 
 
 def _pictures(parser: ArgumentParser, required: bool = False) -> None:

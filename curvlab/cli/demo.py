@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from curvlab.basis import Basis
 from curvlab.cli.output import emit, say, table
+from curvlab.cli.target import provenance, require_free
 from curvlab.eigen import lanczos
 from curvlab.learners import SGD, Learner, SGDDagger
 from curvlab.metrics import accuracy_forgetting, average_accuracy, average_forgetting
@@ -23,6 +24,7 @@ from curvlab.tasks import Samples, Task, limit, rotated_mnist
 from curvlab.training import Run, Schedule, learn
 
 SEEDS = (11, 13, 21)
+LEARNERS = ("SGD", "SGD-dagger")
 
 
 def digits() -> Samples:
@@ -47,15 +49,19 @@ def demo(options: Namespace) -> int:
     from curvlab import plots
 
     out = Path(options.out)
+    kinds = dict.fromkeys((f"{name}-{seed}" for name in LEARNERS for seed in SEEDS), "run")
+    for name, kind in {**kinds, "spectrum": "eigenpairs", "memory": "basis"}.items():
+        require_free(options, out / f"{name}.safetensors", kind)
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # these networks are small: a second thread only waits
     tasks = limit(rotated_mnist(angles=(-45.0, 45.0)), train=1500)
-    runs = {name: _train(options, tasks, name, out) for name in ("SGD", "SGD-dagger")}
+    runs = {name: _train(options, tasks, name, out) for name in LEARNERS}
     model = mlp(seed=SEEDS[0])
     load_parameter_vector(model, runs["SGD"][0].snapshots[0])
     curvature = Hessian(model, cross_entropy, tasks[0].train[:300])
     pairs = lanczos(curvature, 20, tol=1e-3, progress=False if options.quiet else None)
-    about = {**curvature.about(), "cwd": str(Path.cwd())}
+    about = provenance(options, curvature)
+    del about["arguments"]  # rerun is for the runs, which the rest follows from
     pairs.save(out / "spectrum.safetensors", about)
     memory = Basis(pairs.n, 20)
     memory.extend(pairs.vectors, task=tasks[0].name, values=pairs.values.tolist())
@@ -97,9 +103,8 @@ def _train(options: Namespace, tasks: list[Task], name: str, out: Path) -> list[
         seeds=SEEDS,
         progress=False if options.quiet else None,
     )
-    about = {"arguments": options.arguments, "cwd": str(Path.cwd())}
     for run in runs:
-        run.save(out / f"{name}-{run.seed}.safetensors", about)
+        run.save(out / f"{name}-{run.seed}.safetensors", provenance(options))
     return runs
 
 

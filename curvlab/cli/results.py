@@ -15,6 +15,7 @@ from torch import Tensor
 from curvlab.basis import Basis
 from curvlab.cli.output import emit, say
 from curvlab.cli.parser import UsageError, parse
+from curvlab.cli.target import require_free
 from curvlab.eigen import Density, Eigenpairs
 from curvlab.storage import StorageError, read_manifest
 from curvlab.training import Run
@@ -99,7 +100,6 @@ def rerun(options: Namespace) -> int:
 
     old = load(options.file, "eigenpairs", "density", "run")
     manifest = read_manifest(options.file)
-    about = manifest.get("about", {})
     again = _command(options.file, manifest)
     path = Path(options.file)
     if isinstance(old, Run):
@@ -117,13 +117,18 @@ def rerun(options: Namespace) -> int:
             "not curvlab's own. If you trust it, add --yes"
         )
     again.picture, again.quiet, again.json = [], True, True
+    # What an earlier rerun left is replaced, of whichever model: showing a change is its purpose.
+    again.overwrite = options.overwrite
+    require_free(again, new, manifest["kind"])
+    again.overwrite = True
+    before = new.stat().st_ino if new.exists() else None
     with redirect_stdout(StringIO()):  # what is asked for here is the comparison
         code = VERBS[again.verb].load()(again)
-    if not new.exists():
+    if not new.exists() or new.stat().st_ino == before:  # a file that is written is a new one
         say(options, "it did not finish", True)
         return max(code, 1)
     fresh = load(str(new), manifest["kind"])
-    changed = _changed(about, read_manifest(new).get("about", {}))
+    changed = _changed(manifest["about"], read_manifest(new)["about"])
     difference = _difference(old, fresh)
     same = difference <= _allowed(old)
     facts = {"file": str(new), "difference": difference, "same": same, "changed": changed}

@@ -12,6 +12,7 @@ from curvlab.basis import Basis
 from curvlab.cli.load import operator
 from curvlab.cli.output import emit, say
 from curvlab.cli.parser import UsageError
+from curvlab.cli.target import provenance, require_free
 from curvlab.eigen import (
     Checkpoint,
     Eigenpairs,
@@ -35,6 +36,7 @@ def eig(options: Namespace) -> int:
     out = _target(options.out)
     deflate = _directions(options.deflate)
     curvature = operator(options)
+    require_free(options, out, "eigenpairs", curvature)
     partial = out.with_name(out.name + ".partial")
     pairs = (
         _all_above(options, curvature)
@@ -57,8 +59,7 @@ def eig(options: Namespace) -> int:
     )
     if pairs is None:
         return 1
-    about = {**curvature.about(), "arguments": options.arguments, "cwd": str(Path.cwd())}
-    pairs.save(out, about)
+    pairs.save(out, provenance(options, curvature))
     _forget(partial)
     pictures = _draw(options, "scree", pairs) if len(pairs) else []
     converged = bool(pairs.converged.all())
@@ -106,6 +107,7 @@ def density(options: Namespace) -> int:
     """Spectral density; vectors that were finished before a Ctrl-C are kept."""
     out = _target(options.out)
     curvature = operator(options)
+    require_free(options, out, "density", curvature)
     partial = out.with_name(out.name + ".partial")
     found = _kept(
         options,
@@ -121,8 +123,7 @@ def density(options: Namespace) -> int:
     )
     if found is None:
         return 1
-    about = {**curvature.about(), "arguments": options.arguments, "cwd": str(Path.cwd())}
-    found.save(out, about)
+    found.save(out, provenance(options, curvature))
     _forget(partial)
     pictures = _draw(options, "decades" if options.log else "density", found)
     moments = {power: found.moment(power) for power in (1, 2)}

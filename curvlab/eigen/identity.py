@@ -49,7 +49,7 @@ def require_same(
     differing = [n for n in names if not _agree(n, saved.get(n), asked.get(n), rounding)]
     if differing:
         details = "; ".join(
-            f"{name} was {_shown(saved.get(name))} and is {_shown(asked.get(name))}"
+            f"{name} was {shown(saved.get(name))} and is {shown(asked.get(name))}"
             for name in differing
         )
         raise ValueError(
@@ -80,7 +80,8 @@ def _agree(name: str, saved: Any, asked: Any, rounding: float) -> bool:
     return all(abs(a - b) <= near for a, b in zip(saved, asked, strict=True))
 
 
-def _shown(fact: Any) -> str:
+def shown(fact: Any) -> str:
+    """A fact in an error: numbers with the digits that tell two of them apart."""
     if isinstance(fact, list):
         return f"[{', '.join(f'{n:.9g}' if isinstance(n, float) else repr(n) for n in fact)}]"
     return repr(fact)
