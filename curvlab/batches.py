@@ -2,14 +2,14 @@
 
 A *batch* is anything a model and a loss take: ``(inputs, targets)``, a dict of tensors, an object
 of the user's own. Its *samples* run along the first dimension of its tensors. An operator must see
-the same data in every product, so data are frozen: copied when the operator is made. A source that
-gives other data each time it is read (a shuffling or augmenting loader, a one-shot generator) is
-refused, unless :func:`freeze` is called on it, which says that one pass is the data set.
+the same data in every product, so data are frozen: copied when the operator is made. A loader that
+shuffles a data set is read in the data set's own order (:mod:`curvlab.loaders`). A source that
+gives other samples each time it is read (an augmenting loader, a one-shot generator) is refused,
+unless :func:`freeze` is called on it, which says that one pass is the data set.
 """
 
 import dataclasses
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.sampler import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-log = logging.getLogger("curvlab")
-
-_SHUFFLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_FREEZE = "or take one pass of it as the data set with curvlab.freeze(loader)"
+from curvlab.loaders import AS_GIVEN, FREEZE, in_order
+from curvlab.refusals import Refusal, Trap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,10 +30,12 @@ class Batches:
         joined: Batches as large as their shapes allow.
         sizes: For each of ``joined``, the samples of the batches it was joined from; ``None`` for
             a batch whose tensors do not share a first dimension, which cannot be cut.
+        taken: How they were read, for the record.
     """
 
     joined: tuple[Any, ...]
     sizes: tuple[tuple[int, ...] | None, ...]
+    taken: str = AS_GIVEN
 
     @property
     def samples(self) -> int | None:
@@ -77,7 +76,8 @@ class Batches:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else None
             return tensor.to(device=device, dtype=wanted)
 
-        return Batches(tuple(map_tensors(batch, move) for batch in self.joined), self.sizes)
+        moved = tuple(map_tensors(batch, move) for batch in self.joined)
+        return dataclasses.replace(self, joined=moved)
 
 
 def freeze(data: Any, *, bare: bool = False) -> Batches:
@@ -93,35 +93,44 @@ def freeze(data: Any, *, bare: bool = False) -> Batches:
         return data
     source = _as_batches(data, bare)
     with _kept_generator():  # a DataLoader draws its base seed from the global generator
-        return _joined([map_tensors(batch, _own) for batch in source])
+        kept = _joined([map_tensors(batch, _own) for batch in source])
+    return kept if isinstance(source, list) else dataclasses.replace(kept, taken="one pass, kept")
 
 
-def read(data: Any, *, bare: bool = False) -> Batches:
-    """:func:`freeze`, after refusing a source that gives other data each time it is read."""
+def read(data: Any, *, bare: bool = False, together: bool = False) -> Batches:
+    """:func:`freeze`, after refusing a source that gives other data each time it is read.
+
+    Args:
+        data: As for :func:`freeze`.
+        bare: As for :func:`freeze`.
+        together: Whether it matters which samples share a batch.
+    """
     if isinstance(data, Batches):
         return data
-    source = _as_batches(data, bare)
+    source, taken = _as_batches(data, bare), AS_GIVEN
     if isinstance(source, list):
         return _joined([map_tensors(batch, _own) for batch in source])
     if isinstance(source, DataLoader):
-        _refuse_shuffling(source)
+        source, taken = in_order(source, together=together)
     with _kept_generator():
         first = [map_tensors(batch, _own) for batch in source]
         again = 0
         for number, batch in enumerate(source):
             if number >= len(first) or not _same(first[number], batch):
-                raise ValueError(
+                raise Refusal(
                     f"data= gave another batch {number} when it was read again: it shuffles or "
-                    "augments, so every product would be of another operator. Turn that off, "
-                    + _FREEZE
+                    f"augments, so every product would be of another operator. Turn that off, "
+                    f"{FREEZE}",
+                    Trap.CHANGING_DATA,
                 )
             again += 1
     if again != len(first):
-        raise ValueError(
+        raise Refusal(
             f"data= gave {len(first)} batches, then {again} when read again: pass a list of "
-            "batches, " + _FREEZE
+            f"batches, {FREEZE}",
+            Trap.CHANGING_DATA,
         )
-    return _joined(first)
+    return dataclasses.replace(_joined(first), taken=taken)
 
 
 def sample_count(batch: Any) -> int | None:
@@ -228,19 +237,6 @@ def _pair(batch: Any) -> Any:
     if hasattr(batch, "inputs") and hasattr(batch, "targets"):
         return batch.inputs, batch.targets
     return batch
-
-
-def _refuse_shuffling(loader: "DataLoader[Any]") -> None:
-    samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
-    for sampler in samplers:
-        if isinstance(sampler, _SHUFFLERS):
-            raise ValueError(
-                f"the DataLoader shuffles ({type(sampler).__name__}), so every product would be of "
-                "another operator, and with drop_last of other samples. Pass shuffle=False, "
-                + _FREEZE
-            )
-    if isinstance(loader.dataset, Dataset) and loader.drop_last:
-        log.info("the DataLoader has drop_last=True: samples of a short last batch are left out")
 
 
 def _joined(batches: Sequence[Any]) -> Batches:

@@ -23,6 +23,8 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
+from curvlab.refusals import Refusal, Trap
+
 
 @runtime_checkable
 class LinearOperator(Protocol):
@@ -39,8 +41,11 @@ class LinearOperator(Protocol):
         ...
 
 
-class OperatorError(ValueError):
+class OperatorError(Refusal):
     """The operator is asymmetric, unrepeatable, nonlinear or not finite: no solver can use it."""
+
+    def __init__(self, message: str, trap: Trap = Trap.DERIVATIVE) -> None:
+        super().__init__(message, trap)
 
 
 @dataclass(frozen=True, slots=True)

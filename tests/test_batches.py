@@ -5,9 +5,18 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from curvlab.batches import Batches, freeze, read, require_finite, rows, sample_count, tensors
+from curvlab.refusals import Refusal, Trap
 
 
 @dataclass(frozen=True)
@@ -100,14 +109,60 @@ def test_frozen_data_are_passed_through():
     assert isinstance(frozen, Batches)
 
 
-def test_a_shuffling_loader_is_refused_by_name_unless_frozen():
+def test_a_shuffling_loader_is_read_in_the_order_of_its_data_set_and_that_is_said(caplog):
+    source = TensorDataset(*data())
+    caplog.set_level("INFO", "curvlab")
+    for loader in (
+        DataLoader(source, batch_size=3, shuffle=True),
+        DataLoader(source, batch_size=5, shuffle=True, drop_last=True),  # drops nothing
+        DataLoader(source, batch_sampler=BatchSampler(RandomSampler(source), 4, False)),
+        DataLoader(source, batch_size=3, sampler=SubsetRandomSampler(range(10))),
+        DataLoader(source, batch_size=3, shuffle=True, num_workers=1),
+    ):
+        caplog.clear()
+        taken = read(loader)
+        assert torch.equal(whole(taken)[0], data()[0])
+        assert "own order" in taken.taken
+        assert "own order" in caplog.text
+    some = read(DataLoader(source, batch_size=3, sampler=SubsetRandomSampler([7, 2, 5])))
+    assert whole(some)[0][:, 0].tolist() == [7, 2, 5]
+    single = read(DataLoader(source, batch_size=None, shuffle=True), bare=True)
+    assert len(single) == 10
+    assert read(DataLoader(source, batch_size=3)).taken == "as given"
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.randn(2), torch.tensor(0)
+
+
+class Doubling(DataLoader):
+    def __iter__(self):
+        return ((2 * x, y) for x, y in super().__iter__())
+
+
+def test_loaders_that_give_other_samples_each_time_are_refused_unless_frozen():
     source = TensorDataset(*data())
     shuffled = DataLoader(source, batch_size=3, shuffle=True)
-    with pytest.raises(ValueError, match=r"RandomSampler.*curvlab\.freeze"):
-        read(shuffled)
-    weighted = DataLoader(source, sampler=WeightedRandomSampler(torch.ones(10), 10))
-    with pytest.raises(ValueError, match="WeightedRandomSampler"):
-        read(weighted)
+    changing = {
+        "augment": DataLoader(Noisy(), batch_size=5, shuffle=True),
+        "drop_last=False": DataLoader(source, batch_size=3, shuffle=True, drop_last=True),
+        "WeightedRandomSampler": DataLoader(
+            source, sampler=WeightedRandomSampler(torch.ones(10), 10)
+        ),
+        "other samples": DataLoader(source, sampler=RandomSampler(source, num_samples=4)),
+        "RandomSampler": Doubling(source, batch_size=3, shuffle=True),
+    }
+    for words, loader in changing.items():
+        with pytest.raises(Refusal, match=rf"{words}.*curvlab\.freeze") as refused:
+            read(loader)
+        assert refused.value.trap is Trap.CHANGING_DATA
+        assert freeze(loader).taken == "one pass, kept"
+    with pytest.raises(Refusal, match="which samples share a batch"):
+        read(shuffled, together=True)
     frozen = freeze(shuffled)
     assert sorted(whole(frozen)[0][:, 0].tolist()) == list(range(10))
     assert torch.equal(whole(frozen)[0], whole(frozen)[0])

@@ -23,7 +23,7 @@ def data(shuffle=False):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(10, 5, generator=g)
     y = torch.randint(3, (10,), generator=g)
-    return DataLoader(TensorDataset(x, y), batch_size=4, shuffle=shuffle)
+    return DataLoader(TensorDataset(x, y), batch_size=4, shuffle=shuffle, drop_last=shuffle)
 
 def shuffled():
     return data(True)

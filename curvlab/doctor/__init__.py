@@ -19,7 +19,7 @@ from curvlab.doctor.report import Finding, Report, report
 from curvlab.operators import Objective
 from curvlab.operators.objective import Loss, Reduction
 from curvlab.operators.policy import Mode, modes, unwrap
-from curvlab.operators.problem import Count
+from curvlab.operators.problem import ChunkSize, Count
 from curvlab.parameters import Selection
 
 __all__ = ["Finding", "Report", "doctor"]
@@ -34,6 +34,7 @@ def doctor(
     mode: Mode | Sequence[Mode] | None = None,
     reduction: Reduction | None = None,
     count: Count | None = None,
+    chunk: ChunkSize = None,
     dtype: torch.dtype | None = None,
 ) -> Report:
     """Look for what would make curvature wrong or slow; arguments as for an operator.
@@ -42,8 +43,8 @@ def doctor(
         model: Any module.
         loss: As for :class:`curvlab.Hessian`.
         data: As for :class:`curvlab.Hessian`; it is read twice.
-        select: As for an operator, and so are ``mode``, ``reduction``, ``count`` and ``dtype``:
-            what they settle is reported as handled.
+        select: As for an operator, and so are ``mode``, ``reduction``, ``count``, ``chunk`` and
+            ``dtype``: what they settle is reported as handled.
     """
     inner = unwrap(model)
     policies = modes(mode)
@@ -59,7 +60,8 @@ def doctor(
     parameter = next(iter(inner.parameters()), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     bare = loss is None or isinstance(loss, Objective)
-    seen, batches = data_checks.look(data, bare, device)
+    together = chunk == "batch" or bool(policies - {"eval"})
+    seen, batches = data_checks.look(data, bare, device, together=together)
     findings += seen
     # What stands in the way of a trial; other findings do not, because it has settings of its own.
     blocking = {
@@ -69,5 +71,5 @@ def doctor(
     stopped = any(finding.open and finding.trap in blocking for finding in findings)
     if batches is not None and not stopped:
         options = {"select": select, "dtype": dtype, "count": count, "reduction": reduction}
-        findings += trial.look(inner, loss, batches, policies, options)
+        findings += trial.look(inner, loss, batches, policies, chunk, options)
     return report(findings)

@@ -8,9 +8,13 @@ from torch.utils.data import DataLoader
 
 from curvlab.batches import Batches, freeze, read, tensors
 from curvlab.doctor.report import Finding
+from curvlab.loaders import IN_ORDER
+from curvlab.refusals import Refusal, Trap
 
 
-def look(data: Any, bare: bool, device: torch.device) -> tuple[list[Finding], Batches | None]:
+def look(
+    data: Any, bare: bool, device: torch.device, *, together: bool
+) -> tuple[list[Finding], Batches | None]:
     """Findings about the data, and the data frozen (``None`` if they cannot be read)."""
     findings: list[Finding] = []
     if isinstance(data, DataLoader) and data.drop_last:
@@ -25,9 +29,10 @@ def look(data: Any, bare: bool, device: torch.device) -> tuple[list[Finding], Ba
         )
     batches: Batches | None = None
     try:
-        batches = read(data, bare=bare)
+        batches = read(data, bare=bare, together=together)
     except (TypeError, ValueError) as error:
-        findings.append(_unreadable(str(error)))
+        trap = error.trap if isinstance(error, Refusal) else Trap.UNUSABLE_DATA
+        findings.append(Finding(trap.title, "wrong", str(error), trap.cure, "refused"))
         try:
             batches = freeze(data, bare=bare)  # to look further
         except (TypeError, ValueError):
@@ -36,20 +41,15 @@ def look(data: Any, bare: bool, device: torch.device) -> tuple[list[Finding], Ba
     return findings, batches
 
 
-def _unreadable(message: str) -> Finding:
-    changing = "shuffles" in message or "read again" in message
-    return Finding(
-        "changing data" if changing else "unusable data",
-        "wrong",
-        message,
-        "shuffle=False and no augmentation, or curvlab.freeze(loader) to take one pass as the data"
-        if changing
-        else "pass (inputs, targets), a list of batches, a dict or a DataLoader",
-        "refused",
-    )
-
-
 def _contents(batches: Batches, device: torch.device) -> Iterator[Finding]:
+    if batches.taken == IN_ORDER:
+        yield Finding(
+            "shuffling loader",
+            "note",
+            "the DataLoader gives the same samples in another order each time",
+            "nothing: they are read once, in the data set's own order, and kept",
+            "yes",
+        )
     for sizes in batches.sizes:
         if sizes is None:
             yield Finding(

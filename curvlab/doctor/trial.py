@@ -10,49 +10,20 @@ from curvlab.batches import Batches, sample_count
 from curvlab.doctor.differences import compare
 from curvlab.doctor.report import Finding
 from curvlab.operators import Hessian
-from curvlab.operators.problem import Problem
-from curvlab.operators.trial import DerivativeError
-from curvlab.probe import OperatorError
+from curvlab.operators.problem import ChunkSize, Problem
+from curvlab.refusals import Refusal
 
 SAMPLES = 48  # of the trial
 _FINE = torch.float64
 
-# Words of the refusals of curvlab.operators, the trap each of them means, and its cure.
-REFUSALS = (
-    (
-        "draws random numbers",
-        "random loss",
-        'model.eval() does not reach it: make the layer respect self.training, or mode="frozen '
-        'masks"',
-    ),
-    (
-        "over its samples",
-        "loss that does not add up",
-        'count= (what a batch\'s mean divides by), a loss with reduction="sum", or chunk="batch"',
-    ),
-    (
-        "affects the loss",
-        "no dependence",
-        "select= other parameters; look for .detach(), .data or torch.no_grad() in forward",
-    ),
-    ("one number", "loss is not a scalar", 'reduction="mean" or "sum" in the loss'),
-    ('reduction="none"', "loss is not a scalar", 'reduction="mean" or "sum" in the loss'),
-    (
-        "differentiate a layer",
-        "no second derivative",
-        "write the layer with others (EmbeddingBag as Embedding and a mean)",
-    ),
-    (
-        "differ by",
-        "wrong second derivative",
-        "replace the layer: torch operations in place of a custom autograd.Function",
-    ),
-    ("there is no curvature", "loss is not finite", "look at these samples and the learning rate"),
-)
-
 
 def look(
-    model: nn.Module, loss: Any, batches: Batches, policies: frozenset[str], options: Any
+    model: nn.Module,
+    loss: Any,
+    batches: Batches,
+    policies: frozenset[str],
+    chunk: ChunkSize,
+    options: dict[str, Any],
 ) -> Iterator[Finding]:
     """Findings from a trial on the first samples, in eval mode unless ``policies`` say otherwise.
 
@@ -63,17 +34,15 @@ def look(
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if any(norm.running_mean is None for norm in norms):
         mode = ["batch-statistics", *(["frozen-masks"] if "frozen-masks" in policies else [])]
-    few = batches.pieces(SAMPLES)[0]
+    whole, few = batches.pieces(None)[0], batches.pieces(SAMPLES)[0]
+    few = whole if chunk == "batch" or not _runs(model, loss, few, mode, options) else few
+    options = {**options, "mode": mode}
     try:
-        problem = Problem(model, loss, [few], mode=mode, **options)
+        problem = Problem(model, loss, [few], whole_batches=chunk == "batch", **options)
         yield from _seen(problem)
-        operator = Hessian(model, loss, [few], mode=mode, **options)
-    except DerivativeError as error:
-        found = list(_compared(model, loss, few, mode, options))
-        yield from found or [_refused(str(error))]
-        return
-    except (OperatorError, ValueError, TypeError) as error:
-        yield _refused(str(error))
+        operator = Hessian(model, loss, [few], chunk=chunk, **options)
+    except (ValueError, TypeError) as error:
+        yield _refused(error)
         return
     except (RuntimeError, IndexError, KeyError, AttributeError) as error:
         yield Finding(
@@ -86,13 +55,27 @@ def look(
         )
         return
     yield from _derivatives(operator)
-    yield from _compared(model, loss, few, mode, options)
+    yield from _compared(model, loss, few, options, chunk)
 
 
-def _compared(model: nn.Module, loss: Any, few: Any, mode: Any, options: Any) -> Iterator[Finding]:
-    """Derivatives against differences, in float64."""
+def _runs(model: nn.Module, loss: Any, few: Any, mode: Any, options: Any) -> bool:
+    """Whether samples taken out of their batch can be computed, as those of a graph cannot."""
     try:
-        yield from compare(Problem(model, loss, [few], mode=mode, **{**options, "dtype": _FINE}))
+        Problem(model, loss, [few], mode=mode, **options)
+    except (ValueError, TypeError):
+        return True  # and refused with a reason, which is told later
+    except (LookupError, RuntimeError, AssertionError):
+        return False
+    return True
+
+
+def _compared(
+    model: nn.Module, loss: Any, few: Any, options: Any, chunk: ChunkSize
+) -> Iterator[Finding]:
+    """Derivatives against differences, in float64."""
+    fine = {**options, "dtype": _FINE, "whole_batches": chunk == "batch"}
+    try:
+        yield from compare(Problem(model, loss, [few], **fine))
     except (RuntimeError, ValueError) as error:
         yield Finding(
             "float64 does not run",
@@ -120,6 +103,23 @@ def _seen(problem: Problem) -> Iterator[Finding]:
             "note",
             "the forward pass changes its inputs in place",
             "nothing: it gets a copy every time",
+            "yes",
+        )
+    if problem.autocast:
+        yield Finding(
+            "autocast inside",
+            "note",
+            "the model turns autocast on in its forward pass, which would round some products and "
+            "not others",
+            'nothing: it is left out, so that products are exact; precision="bfloat16" uses it',
+            "yes",
+        )
+    if problem.whole and sample_count(problem.batches.joined[0]) is not None and not problem.asked:
+        yield Finding(
+            "coupled samples",
+            "note",
+            "the loss of a batch can be computed whole but not in parts, as a graph's can",
+            'nothing for one batch: it is never cut; chunk="batch" for several',
             "yes",
         )
     if problem.reduction == "sum":
@@ -166,8 +166,7 @@ def _derivatives(operator: Hessian) -> Iterator[Finding]:
         )
 
 
-def _refused(message: str) -> Finding:
-    for words, trap, cure in REFUSALS:
-        if words in message:
-            return Finding(trap, "wrong", message, cure, "refused")
-    return Finding("refused", "wrong", message, "as the message says", "refused")
+def _refused(error: ValueError | TypeError) -> Finding:
+    if isinstance(error, Refusal):
+        return Finding(error.trap.title, "wrong", str(error), error.trap.cure, "refused")
+    return Finding("refused", "wrong", str(error), "as the message says", "refused")

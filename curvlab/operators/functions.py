@@ -18,7 +18,11 @@ trained networks are. Here no term is a difference of nearly equal ones:
   which changes nothing exactly (a constant is in its kernel) and leaves small terms small;
 - for binary targets, ``1 - sigmoid(z)`` is ``sigmoid(-z)``.
 
-Soft targets and label smoothing keep torch's own: there the loss does not go to 0.
+Soft targets and label smoothing keep torch's own: there the loss does not go to 0. ``nll_loss`` of
+``log_softmax`` is the cross-entropy of the logits, and is computed as that.
+
+**Autocast** inside the model would round some products and not others, so it is left out unless
+``precision="bfloat16"`` asks for it.
 """
 
 import threading
@@ -29,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from curvlab.operators.products.attention import ARGUMENTS, attention, pays
 from curvlab.operators.products.recompute import LARGE, PIECE, Formula, recomputable, recomputed
@@ -53,16 +58,39 @@ def curve(probabilities: Tensor, tangents: Tensor) -> Tensor:
 
 
 class Replaced(TorchFunctionMode):
-    """Replaces the functions in calls made inside the context; notes whether attention was one."""
+    """Replaces the functions in calls made inside the context; notes what it met.
 
-    attention = False
+    Args:
+        device: The type of device of the model.
+        autocast: Whether autocast is wanted; if not, it is off in every call.
+    """
+
+    def __init__(self, device: str = "cpu", *, autocast: bool = False) -> None:
+        super().__init__()
+        self.device, self.wanted = device, autocast
+        self.attention = self.autocast = False  # whether a call was of attention, or in autocast
+        self._logits = WeakTensorKeyDictionary()  # of log-probabilities
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if self.wanted or not torch.is_autocast_enabled(self.device):
+            return self._call(func, args, kwargs or {})
+        self.autocast = True
+        with torch.autocast(self.device, enabled=False):
+            return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is functional.cross_entropy:
             given = {**_CROSS_ENTROPY, **dict(zip(_CROSS_ENTROPY, args, strict=False)), **kwargs}
             if _hard(given):
                 return _cross_entropy(given)
+        elif func in _LOG_SOFTMAX:
+            return self._log_softmax(func, args, kwargs)
+        elif func is functional.nll_loss:
+            given = {**_CROSS_ENTROPY, **dict(zip(_CROSS_ENTROPY, args, strict=False)), **kwargs}
+            if given["input"] in self._logits:
+                given["input"] = self._logits[given["input"]]
+                if _hard(given):
+                    return _cross_entropy(given)
         elif func is functional.binary_cross_entropy_with_logits:
             given = {**_BINARY, **dict(zip(_BINARY, args, strict=False)), **kwargs}
             if _known(given) and given["target"].shape == given["input"].shape:
@@ -80,7 +108,18 @@ class Replaced(TorchFunctionMode):
             return _weight_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
+    def _log_softmax(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """torch's own; remembers of which logits, for an ``nll_loss`` of it."""
+        result = func(*args, **kwargs)
+        logits: Any = kwargs.get("input", args[0] if args else None)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        plain = type(logits) is Tensor and logits.dim() > 1 and result.dtype == logits.dtype
+        if plain and dim is not None and dim % logits.dim() == 1:
+            self._logits[result] = logits
+        return result
 
+
+_LOG_SOFTMAX = (functional.log_softmax, torch.log_softmax, Tensor.log_softmax)
 # arguments in torch's order, with their defaults
 _CROSS_ENTROPY: dict[str, Any] = {
     "input": None,

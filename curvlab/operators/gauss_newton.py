@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from curvlab.operators.curvature import Curvature
-from curvlab.operators.problem import Chunk
+from curvlab.operators.problem import TRIED, Chunk
 from curvlab.operators.products import sandwich
 from curvlab.operators.products.autograd import Product
 from curvlab.operators.products.choose import Engine
 from curvlab.operators.products.sandwich import OutputCurvature
+from curvlab.refusals import Refusal, Trap
 
 
 class Sandwich(Curvature):
@@ -86,16 +87,27 @@ class GaussNewton(Sandwich):
 
     def _output_curvature(self, chunk: Chunk, output: Tensor) -> OutputCurvature:
         point, gradient = slope(self, chunk, output, create_graph=True)
-        if not gradient.requires_grad:  # a loss linear in the outputs
-            return torch.zeros_like
 
         def curvature(along: Tensor) -> Tensor:
+            if not gradient.requires_grad:
+                return torch.zeros_like(along)
             (image,) = torch.autograd.grad(
                 gradient, point, along, retain_graph=True, allow_unused=True, materialize_grads=True
             )
             return image
 
+        if chunk.number == TRIED:
+            self._require_curved(gradient.detach(), curvature)
         return curvature
+
+    def _require_curved(self, gradient: Tensor, curvature: OutputCurvature) -> None:
+        if bool(gradient.any()) and not bool(curvature(gradient).any()):
+            raise Refusal(
+                f"the loss is linear in the outputs, so that {type(self).__name__} is zero. For "
+                "nll_loss of log-probabilities: have the model return logits and pass "
+                "cross_entropy, which is the same loss",
+                Trap.LINEAR_LOSS,
+            )
 
     def _mlp(self, chunk: Chunk) -> Product:
         return self._mlp_product(chunk).gauss_newton

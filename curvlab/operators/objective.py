@@ -1,18 +1,22 @@
 """How a model and a batch become one number: a loss of outputs and targets, or anything else.
 
-``loss(output, target)`` with batches ``(inputs, targets)``; a dict batch calls
-``model(**batch)`` without its ``"labels"``, which are the target. Outputs with ``.logits`` (the
-Hugging Face habit) stand for their logits. ``loss=None`` takes the model's own ``output.loss``.
-Everything else is an :class:`Objective`.
+``loss(output, target)`` with batches ``(inputs, targets)``; of a dict batch ``"labels"`` are the
+target and the rest are the inputs. Inputs that are a dict or a tuple reach the model as
+``forward(**inputs)`` or ``forward(*inputs)``, or whole, by its signature. Outputs with ``.logits``
+(the Hugging Face habit) stand for their logits. ``loss=None`` takes the model's own
+``output.loss``. Everything else is an :class:`Objective`.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from curvlab.refusals import Refusal, Trap
 
 Reduction = Literal["mean", "sum"]
 Loss = Callable[[Any, Any], Tensor]
@@ -65,7 +69,8 @@ def terms(loss: Loss | Objective | None) -> Terms:
     if isinstance(loss, str) or not callable(loss):
         raise TypeError(
             "loss must be a callable loss(output, target), an Objective(function), or None for a "
-            f"model that returns its own .loss; got {loss!r}"
+            f"model that returns its own .loss; got {_describe(loss)}. The order of arguments is "
+            "model, loss, data"
         )
     call = loss
 
@@ -107,7 +112,9 @@ def stated_reduction(loss: object) -> Reduction | None:
     else:
         said = getattr(loss, "reduction", None)
     if said == "none":
-        raise ValueError('loss has reduction="none"; it must return one number: "mean" or "sum"')
+        raise Refusal(
+            'loss has reduction="none"; it must return one number: "mean" or "sum"', Trap.NOT_SCALAR
+        )
     # "batchmean" (KLDivLoss) divides by the number of samples
     return {"mean": "mean", "batchmean": "mean", "sum": "sum"}.get(str(said))  # type: ignore[return-value]
 
@@ -130,15 +137,34 @@ def _parts(batch: Any) -> tuple[Any, Any]:
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
+    """The model of ``inputs``: spread over its arguments, or whole if it takes only that."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
+        places, names = (), dict(inputs)
+    elif isinstance(inputs, tuple | list):
+        places, names = tuple(inputs), {}
+    else:
+        return model(inputs)
+    signature = inspect.signature(model.forward)
+    if not _takes(signature, *places, **names) and _takes(signature, inputs):
+        return model(inputs)
+    return model(*places, **names)
+
+
+def _takes(signature: inspect.Signature, *places: Any, **names: Any) -> bool:
+    try:
+        signature.bind(*places, **names)
+    except TypeError:
+        return False
+    return True
 
 
 def _output(model: nn.Module, batch: Any) -> Any:
-    output = _call(model, _parts(batch)[0])
+    inputs, labels = _parts(batch)
+    # a sequence-to-sequence model makes its decoder's inputs from the labels, which are withheld
+    shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if isinstance(batch, Mapping) and shifted is not None and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = shifted(labels=labels)
+    output = _call(model, inputs)
     return getattr(output, "logits", output)
 
 
@@ -152,15 +178,19 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def _describe(batch: Any) -> str:
-    if isinstance(batch, tuple | list):
-        return f"a {type(batch).__name__} of {len(batch)}"
-    return f"a {type(batch).__name__}"
+def _describe(thing: Any) -> str:
+    if isinstance(thing, str):
+        return repr(thing)
+    if isinstance(thing, tuple | list):
+        return f"a {type(thing).__name__} of {len(thing)}"
+    return f"a {type(thing).__name__}"
 
 
 def require_scalar(value: object) -> Tensor:
     """``value`` as a 0-d tensor, or advice."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"the loss must be one number (a tensor of one element); got {came}")
+        raise Refusal(
+            f"the loss must be one number (a tensor of one element); got {came}", Trap.NOT_SCALAR
+        )
     return value.reshape(()) if value.dtype != torch.bool else value.reshape(()).float()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from curvlab.probe import OperatorError
+from curvlab.refusals import Trap
 
 log = logging.getLogger("curvlab")
 
@@ -118,7 +119,8 @@ def refuse_reentrant(value: Tensor) -> None:
             "the model uses reentrant activation checkpoints, which have no second derivatives: "
             "pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or "
             'gradient_checkpointing_kwargs={"use_reentrant": False} to '
-            "gradient_checkpointing_enable; or turn checkpointing off"
+            "gradient_checkpointing_enable; or turn checkpointing off",
+            Trap.REENTRANT,
         )
 
 

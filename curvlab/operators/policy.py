@@ -36,7 +36,10 @@ BAND: dict[str, float | None] = {"exact": None, "tf32": 2e-2, "bfloat16": 2e-1}
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside torch.compile, DataParallel or DistributedDataParallel wrappers."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+        raise TypeError(
+            f"model must be a torch.nn.Module; got {type(model).__name__}. The order of arguments "
+            "is model, loss, data"
+        )
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(
@@ -120,7 +123,8 @@ def evaluation(
 ) -> Iterator[Replaced]:
     """Run a forward pass so that it can be differentiated twice.
 
-    Functions without a right second derivative are replaced and compiled submodules run eagerly.
+    Functions without a right second derivative are replaced, compiled submodules run eagerly, and
+    autocast that the model itself turns on is left out, as that around it is.
 
     Args:
         seed: Of the global generators meanwhile, which are restored; ``None`` for a model that
@@ -131,7 +135,7 @@ def evaluation(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
-        mode = stack.enter_context(Replaced())
+        mode = stack.enter_context(Replaced(device.type, autocast=precision == "bfloat16"))
         if seed is not None:
             stack.enter_context(_seeded(seed, device))
         if "torch._dynamo" in sys.modules:  # compiled graphs have no second derivatives

@@ -47,9 +47,11 @@ from curvlab.operators.verify import (
     require_finite_loss,
     same,
     settle_reduction,
+    settle_whole,
 )
 from curvlab.parameters import Selection, layout_of, select_parameters
 from curvlab.probe import OperatorError
+from curvlab.refusals import Refusal
 
 log = logging.getLogger("curvlab")
 
@@ -105,14 +107,16 @@ class Problem:
         self.computed_in = self.dtype  # the dtype of the loss, which a model may compute in another
         self.attention = False  # whether a forward pass calls scaled_dot_product_attention
         self.recomputes = False  # whether products run checkpointed parts of the model again
-        self._take_modules()
-        found = read(data, bare=self.terms.loss is None)
+        self.autocast = False  # whether the model turns autocast on, which is then left out
+        self.use_own_modules()
+        # masks and batch statistics belong to batches as they were given
+        together = whole_batches or bool(policies - {"eval"})
+        found = read(data, bare=self.terms.loss is None, together=together)
         require_finite(found)
         self.batches = found.to(self.device, dtype)
-        # masks and batch statistics belong to batches as they were given
-        coupled = bool(policies - {"eval"})
-        self.whole = whole_batches or coupled or self.batches.samples is None
-        self.count = count
+        self.asked = together  # for batches that are never cut
+        self.whole = together or self.batches.samples is None
+        self.count = count or getattr(loss, "count", None)
         self.inputs_change = False  # whether the model writes into its inputs
         self._second: bool | None = None  # whether graphs are made in blocks, and for what
         self.chunks: list[Chunk] = []
@@ -120,8 +124,25 @@ class Problem:
         self.normaliser = 1.0
         self.known: dict[int, float] = {}  # losses of joined batches that were found to add up
         with arithmetic(self.device, precision):
-            require_deterministic(self)
-            self.reduction = settle_reduction(self, reduction, stated)
+            try:
+                self._settle(reduction, stated)
+            except Refusal:
+                raise
+            except (
+                ArithmeticError,
+                AssertionError,
+                LookupError,
+                RuntimeError,
+                ValueError,
+            ) as error:
+                if self.whole:
+                    raise
+                settle_whole(self, error)
+                self._settle(reduction, stated)
+
+    def _settle(self, reduction: Reduction | None, stated: Reduction | None) -> None:
+        require_deterministic(self)
+        self.reduction = settle_reduction(self, reduction, stated)
 
     def _take_parameters(self, select: Selection, dtype: torch.dtype | None) -> None:
         chosen = select_parameters(self.model, select)
@@ -156,7 +177,7 @@ class Problem:
         self.buffers = {f"model.{n}": own_copy(b) for n, b in self.model.named_buffers()}
         self._names = [f"model.{name}" for name in chosen]
 
-    def _take_modules(self) -> None:
+    def use_own_modules(self) -> None:
         """Copy the modules, with this problem's tensors in them."""
         everything = {**self.fixed, **dict(zip(self._names, self.parameters, strict=True))}
         # buffers are copied once more, because the forward pass may write to them
@@ -250,6 +271,7 @@ class Problem:
                 if self.watching:
                     self.draws = self.draws or drew(seed, self.device)
                     self.attention = self.attention or mode.attention
+                    self.autocast = self.autocast or mode.autocast
 
     def _seed(self, seed: int) -> int | None:
         return seed if self.watching or self.draws else None
@@ -373,7 +395,7 @@ class Problem:
                 self.unused = unused
                 log.info(closes)
             else:
-                self._take_modules()
+                self.use_own_modules()
         return value
 
     def _gradients_of(self, batch: Any) -> tuple[float, tuple[str, ...], bool]:

@@ -9,9 +9,9 @@ difference of gradients in float64, which sees a second derivative that is wrong
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from curvlab.operators.products import memory
 from curvlab.operators.products.autograd import Product
 from curvlab.operators.verify import MARGIN, require_finite_loss
 from curvlab.probe import Certificate, OperatorError, probe
+from curvlab.refusals import Trap
 
 if TYPE_CHECKING:
     from curvlab.operators.curvature import Curvature
@@ -35,10 +36,7 @@ FEW = 2  # samples; more where two of them say nothing
 # small enough not to cross the kinks of a ReLU network. The other is for arithmetic inside a model
 # that is coarser than float64.
 STEPS = ((1e-7, 1e-3), (1e-3, 5e-2))
-
-
-class DerivativeError(OperatorError):
-    """A product is symmetric and is not the derivative of the gradient."""
+FIRST = 1e-2  # what a difference of losses may be off, relative to the gradient's norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,8 @@ def attempt(operator: "Curvature") -> Trial:
         except NotImplementedError as error:
             raise OperatorError(
                 f"torch cannot differentiate a layer of this model twice: {error} Write that "
-                "layer with others that it can (EmbeddingBag as Embedding and a mean)"
+                "layer with others that it can (EmbeddingBag as Embedding and a mean)",
+                Trap.ONCE_ONLY,
             ) from error
 
 
@@ -151,7 +150,7 @@ def _compare_differences(operator: "Curvature", trial: Trial) -> None:
 
     Differences up and down that do not agree (a kink, coarse arithmetic) decide nothing.
     """
-    for step, limit in STEPS:
+    for step, limit in STEPS[1:] if operator.problem.draws else STEPS:
         try:
             error = difference(operator, trial, step, limit)
         except RuntimeError as failure:  # a layer that insists on its dtype
@@ -160,17 +159,62 @@ def _compare_differences(operator: "Curvature", trial: Trial) -> None:
         if error is not None and error <= limit:
             return
         if error is not None:
-            unused = operator.problem.unused
-            named = f" {', '.join(unused[:5])} have no gradient." if unused else ""
-            raise DerivativeError(
-                f"products differ from differences of gradients by {error:.1e} (limit {limit:.0e}):"
-                f" a part of the model is not differentiated twice.{named} Usual causes and cures: "
-                "a reentrant activation checkpoint (pass use_reentrant=False), a custom "
-                "autograd.Function whose backward detaches or uses .data (write it with torch "
-                "operations), .detach() or .data in forward. check=False takes products as they "
-                "are, for a straight-through estimator"
-            )
+            _refuse_derivative(operator, trial, step, error, limit)
     log.info("differences of gradients do not agree with each other and decide nothing")
+
+
+def _refuse_derivative(
+    operator: "Curvature", trial: Trial, step: float, error: float, limit: float
+) -> NoReturn:
+    """Say whether it is the second derivative that is wrong, or the first one already."""
+    problem = operator.problem
+    with _finely(operator) as dtype:
+        chunk, size = problem.fine(trial.chunk), _size(operator, step)
+        value = problem.loss(chunk, problem.parameters)
+        pieces = torch.autograd.grad(value, problem.parameters, allow_unused=True)
+        gradient = problem.layout.flatten(pieces, like=problem.parameters[0])
+        flat, along = problem.layout.flatten(problem.parameters).detach(), trial.vector.to(dtype)
+        for where, piece in zip(problem.layout.slices().values(), pieces, strict=True):
+            along[where] *= piece is not None  # what is detached is named below
+        moves = (flat + sign * size * along for sign in (1.0, -1.0))
+        with torch.no_grad():
+            up, down = (float(problem.loss(chunk, problem.layout.unflatten(x))) for x in moves)
+        slope = float(gradient @ along)
+        off = abs((up - down) / (2 * size) - slope) / max(abs(slope), float(gradient.norm()))
+    if off > FIRST:
+        raise OperatorError(
+            f"the gradient of this model is not the derivative of its loss (off by {off:.1e}): the "
+            "forward pass rounds, quantises or detaches and its derivative does not, as with a "
+            "straight-through estimator. Such a loss has no curvature. check=False takes second "
+            "derivatives as autograd gives them, through the estimator; or replace the layer",
+            Trap.ESTIMATOR,
+        )
+    unused = problem.unused
+    named = f" {', '.join(unused[:5])} have no gradient." if unused else ""
+    raise OperatorError(
+        f"products differ from differences of gradients by {error:.1e} (limit {limit:.0e}): a part "
+        f"of the model is not differentiated twice.{named} Usual causes and cures: a reentrant "
+        "activation checkpoint (pass use_reentrant=False), a custom autograd.Function whose "
+        "backward detaches or uses .data (write it with torch operations), .detach() or .data in "
+        "forward. check=False takes products as they are"
+    )
+
+
+@contextmanager
+def _finely(operator: "Curvature") -> Iterator[torch.dtype]:
+    """The model in float64; in its own dtype if it draws numbers, which would be others there."""
+    problem = operator.problem
+    blocks = problem.in_blocks(second=False) if operator._engine == "blockwise" else nullcontext()
+    dtype = operator.dtype if problem.draws else torch.float64
+    with problem.cast(dtype), blocks:
+        yield dtype
+
+
+def _size(operator: "Curvature", step: float) -> float:
+    """How far each parameter moves."""
+    parameters = operator.problem.parameters
+    norm = math.sqrt(sum(float(p.detach().square().sum()) for p in parameters))
+    return step * max(1.0, norm) / math.sqrt(operator.n)
 
 
 def difference(operator: "Curvature", trial: Trial, step: float, limit: float) -> float | None:
@@ -179,12 +223,9 @@ def difference(operator: "Curvature", trial: Trial, step: float, limit: float) -
     ``None`` if it is above ``limit`` and differences up and down are as far from each other.
     """
     problem = operator.problem
-    blocks = problem.in_blocks(second=False) if operator._engine == "blockwise" else nullcontext()
-    with problem.cast(torch.float64), blocks:
-        chunk = problem.fine(trial.chunk)
-        norm = math.sqrt(sum(float(p.detach().square().sum()) for p in problem.parameters))
-        size = step * max(1.0, norm) / operator.n**0.5  # of the step along each parameter
-        along = trial.vector.double() * size
+    with _finely(operator) as dtype:
+        chunk, size = problem.fine(trial.chunk), _size(operator, step)
+        along = trial.vector.to(dtype) * size
         up, down = operator._moved(chunk, along), operator._moved(chunk, -along)
         image = trial.image.double()
         error = _distance(image, operator._rate(chunk, (up - down) / (2 * size)))

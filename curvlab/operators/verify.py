@@ -13,6 +13,7 @@ from curvlab.operators.objective import Reduction
 from curvlab.operators.policy import arithmetic
 from curvlab.operators.products.blocks import REMEDY
 from curvlab.probe import OperatorError
+from curvlab.refusals import Refusal, Trap
 
 if TYPE_CHECKING:
     from curvlab.operators.problem import Chunk, Problem
@@ -37,15 +38,25 @@ def require_deterministic(problem: "Problem") -> None:
     again = problem.value(batch, 0 if problem.masks_frozen else 1)
     problem.watching = False
     if math.isfinite(once) and not same(problem, batch, once, again):
-        raise ValueError(
+        frozen = 'mode="frozen-masks", which draws the same numbers for a batch every time'
+        evaluating = not any(problem.flags.values())
+        cure = (
+            f"Pass {frozen}"
+            if evaluating
+            else f'Call model.eval(), or pass mode="eval" or {frozen}'
+        )
+        anyway = ", in eval mode too" if evaluating else ""
+        raise Refusal(
             f"the loss of the same samples is {once:.9g}, then {again:.9g}: the model or the loss "
-            "draws random numbers (functional dropout, noise, sampling). Call model.eval(), or "
-            'pass mode="eval" or mode="frozen-masks"'
+            f"draws random numbers{anyway} (functional dropout, noise, sampling, a diffusion "
+            f"loss). {cure}",
+            Trap.RANDOM,
         )
     if len(problem.unused) == len(problem.layout.names):
-        raise ValueError(
+        raise Refusal(
             "none of the selected parameters affects the loss: select= names parameters that the "
-            "forward pass does not use, or the forward pass detaches them"
+            "forward pass does not use, or the forward pass detaches them",
+            Trap.NO_DEPENDENCE,
         )
     if problem.unused:
         log.info("%s have no gradient: unused, or detached", ", ".join(problem.unused))
@@ -93,14 +104,36 @@ def require_additive(problem: "Problem", batch: Any, value: float, reduction: Re
         return
     if _adds_up(problem, batch, value, _parts(problem, batch), reduction):
         return
-    raise ValueError(
+    raise Refusal(
         f"the loss of {describe(batch)} is not the {reduction} over its samples: cut in two, the "
         "parts make another value. Usual causes and cures: class weights or ignore_index divide by "
         "something else than the number of samples (pass count=, a function of a batch that gives "
         'what its mean divides by, or a loss with reduction="sum"); reduction= is not what the '
-        "loss does; the samples of a batch are coupled, or do not lie along the first dimension "
-        '(pass chunk="batch": batches are then never cut, and their means are weighed by count=)'
+        "loss does; the samples of a batch are coupled (a contrastive loss, a graph), or do not "
+        'lie along the first dimension (pass chunk="batch": batches are then never cut, and their '
+        "means are weighed by count=)",
+        Trap.NOT_ADDITIVE,
     )
+
+
+def settle_whole(problem: "Problem", failure: Exception) -> None:
+    """Never cut batches, if ``failure`` came of cutting and a whole one can be computed.
+
+    One batch is its own objective. How the means of several are to be weighed, the user has to say.
+    """
+    batches = problem.batches.pieces(None)
+    problem.use_own_modules()  # whatever the failure left
+    problem.value(batches[0], 0)  # raises the user's own error, if it is not a matter of cutting
+    said = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+    if len(batches) > 1:
+        raise Refusal(
+            f"a batch can be computed whole but not in parts ({said}): its samples are coupled, as "
+            'the nodes of a graph are. Pass chunk="batch": batches are then never cut, and their '
+            "means are weighed by count=, by default their number of samples",
+            Trap.COUPLED,
+        ) from failure
+    log.info("the batch can be computed whole but not in parts (%s): it is never cut", said)
+    problem.whole = True
 
 
 def _parts(problem: "Problem", batch: Any) -> list[tuple[float, float]]:
@@ -206,9 +239,10 @@ def require_finite_loss(chunk: "Chunk", value: float) -> None:
     if not math.isfinite(value):
         named = describe(chunk.batch)
         named = f"chunk {chunk.number} ({named})" if chunk.number >= 0 else named
-        raise ValueError(
+        raise Refusal(
             f"the loss of {named} is {value}: there is no curvature there. Look at these samples "
-            "and the learning rate"
+            "and the learning rate",
+            Trap.NOT_FINITE,
         )
 
 
