@@ -1,13 +1,13 @@
 """Losses of language models as ``loss(output, target)``, for every operator, Gauss-Newton included.
 
 Each is a mean over tokens that count: a label of ``IGNORED`` does not, which is how padding is
-marked. A mean over tokens is not one over samples where samples have different lengths, so pass
-the loss together with its count::
+marked. A mean over tokens is not one over samples where samples have different lengths, so these
+losses bring their own count, which weighs batches by their tokens. A model's own loss does not::
 
     from curvlab.losses import next_token
 
-    Hessian(model, next_token, batch, count=next_token.count)
-    GaussNewton(model, next_token, batch, count=next_token.count)
+    GaussNewton(model, next_token, batch)
+    Hessian(model, None, batch, count=next_token.count)
 
 Batches are dicts with ``"labels"``, or pairs of inputs and labels; a model with ``.logits`` in its
 output stands for its logits.

@@ -56,8 +56,8 @@ def plan(options: Namespace) -> int:
             raise UsageError(f"--machine is one of {', '.join(MACHINES)}; got {name!r}")
         wanted, options.samples = options.samples, None
         given = case(options, meta=True)
-        batch = freeze(given.data, bare=given.loss is None).pieces(8)[0]
-        samples = wanted or freeze(given.data, bare=given.loss is None).samples or 1
+        batch = freeze(given.data, bare=given.bare).pieces(8)[0]
+        samples = wanted or freeze(given.data, bare=given.bare).samples or 1
         found = plan_counted(
             given.model,
             given.loss,
@@ -83,7 +83,7 @@ def profile(options: Namespace) -> int:
     """Every engine's product and every storage's projection, in gradients."""
     given = case(options)
     kind = CURVATURES[options.curvature]
-    batches = freeze(given.data, bare=given.loss is None)
+    batches = freeze(given.data, bare=given.bare)
     some = [rows(batch, slice(0, options.samples or 64)) for batch in batches.pieces(None)[:1]]
     shared: dict[str, Any] = {"precision": options.precision, **given.options}
 

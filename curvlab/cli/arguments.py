@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 CURVATURES = ("hessian", "ggn", "fisher", "empirical-fisher", "functional")
 DTYPES = ("float32", "float64")
+ENGINES = (
+    "auto", "measure", "retained", "rebuilt", "blockwise", "linearised", "compiled", "mlp",
+)  # fmt: skip
 SUFFIXES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -132,7 +135,23 @@ def _model(parser: ArgumentParser) -> None:
     group.add_argument(
         "--loss",
         default="cross_entropy",
-        help="name in torch.nn.functional, module:function, or own for output.loss (cross_entropy)",
+        help="name in torch.nn.functional, file.py:name of a function or an Objective, "
+        "next_token or sequence of curvlab.losses, or own for output.loss (cross_entropy)",
+    )
+    group.add_argument(
+        "--count",
+        type=factory,
+        metavar="SPEC",
+        help="file.py:function of a batch: what its mean divides by (its samples)",
+    )
+    group.add_argument(
+        "--reduction", choices=("mean", "sum"), help="of the loss, if it does not say (found out)"
+    )
+    group.add_argument(
+        "--chunk",
+        type=chunk,
+        metavar="N",
+        help="samples at a time; batch: never cut a batch, for coupled samples (by the budget)",
     )
     group.add_argument("--curvature", choices=CURVATURES, default="hessian")
     group.add_argument("--select", action="append", metavar="PATTERN", help="parameters by name")
@@ -141,12 +160,19 @@ def _model(parser: ArgumentParser) -> None:
         "--mode",
         action="append",
         choices=("eval", "frozen-masks", "batch-statistics"),
-        help="what to do with dropout and BatchNorm in train mode",
+        help="what to do with dropout and BatchNorm in train mode, and with a loss that draws "
+        "numbers (frozen-masks); may be given twice",
     )
     group.add_argument("--dtype", choices=DTYPES, help="to compute in (that of the parameters)")
     group.add_argument("--precision", choices=("exact", "tf32", "bfloat16"), default="exact")
     group.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (cpu)")
     group.add_argument("--budget", type=size, help="bytes the operator may take, such as 4G")
+    group.add_argument("--engine", choices=ENGINES, default="auto", help="of products (auto)")
+    group.add_argument(
+        "--no-check",
+        action="store_true",
+        help="take products unchecked, as a straight-through estimator needs",
+    )
 
 
 def _output(parser: ArgumentParser, name: str) -> None:
@@ -217,10 +243,15 @@ def size(text: str) -> int:
     return int(value)
 
 
+def chunk(text: str) -> int | str:
+    """A number of samples, or ``batch``."""
+    return text if text == "batch" else whole(1)(text)
+
+
 def factory(text: str) -> str:
-    """``module:function`` or ``file.py:function``."""
+    """``module:function`` or ``file.py:function``; a name may have dots."""
     place, colon, name = text.rpartition(":")
-    if not colon or not place.strip() or not name.isidentifier():
+    if not colon or not place.strip() or not all(part.isidentifier() for part in name.split(".")):
         raise ArgumentTypeError(f"module:function or file.py:function is needed; got {text!r}")
     return text
 

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import sys
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from curvlab.batches import Batches, freeze, read, rows, sample_count
 from curvlab.cli.parser import UsageError
+from curvlab.losses import next_token, sequence
 from curvlab.operators import (
     Curvature,
     EmpiricalFisher,
@@ -22,6 +23,7 @@ from curvlab.operators import (
     FunctionalHessian,
     GaussNewton,
     Hessian,
+    Objective,
 )
 
 CURVATURES: dict[str, type[Curvature]] = {
@@ -35,6 +37,7 @@ LOSSES = (
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss",
 )  # fmt: skip
+TOKENS = {"next_token": next_token, "sequence": sequence}
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".tar")
 CONVERT = (
     "torch.load would run whatever code is in it. Where you trust it, convert it once: python -c "
@@ -51,6 +54,11 @@ class Case:
     loss: Any
     data: Any
     options: dict[str, Any]
+
+    @property
+    def bare(self) -> bool:
+        """Whether a batch may be a single tensor."""
+        return self.loss is None or isinstance(self.loss, Objective)
 
 
 def case(options: Namespace, *, meta: bool = False) -> Case:
@@ -71,14 +79,19 @@ def case(options: Namespace, *, meta: bool = False) -> Case:
         load_weights(model, Path(options.checkpoint))
     loss = _loss(options.loss)
     data = call(options.data, "--data")
-    if options.samples is not None:
-        data = first_samples(data, options.samples, bare=loss is None)
-    settings: dict[str, Any] = {"select": options.select}
-    if options.mode:
-        settings["mode"] = options.mode
+    settings: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("select", "mode", "reduction", "chunk")
+        if getattr(options, name) is not None
+    }
+    if options.count is not None:
+        settings["count"] = named(options.count, "--count")
     if options.dtype is not None:
         settings["dtype"] = getattr(torch, options.dtype)
-    return Case(model, loss, data, settings)
+    found = Case(model, loss, data, settings)
+    if options.samples is None:
+        return found
+    return replace(found, data=first_samples(data, options.samples, bare=found.bare))
 
 
 def operator(options: Namespace) -> Curvature:
@@ -91,12 +104,14 @@ def operator(options: Namespace) -> Curvature:
         given.data,
         precision=options.precision,
         budget=options.budget,
+        engine=options.engine,
+        check=not options.no_check,
         **given.options,
     )
 
 
 def first_samples(data: Any, count: int, *, bare: bool) -> Batches:
-    """The first ``count`` samples of ``data``; a loader that shuffles is refused."""
+    """The first ``count`` samples of ``data``."""
     whole = read(data, bare=bare)
     if whole.samples is None:
         raise UsageError("--samples: a batch has no common first dimension, so it cannot be cut")
@@ -110,14 +125,21 @@ def first_samples(data: Any, count: int, *, bare: bool) -> Batches:
     return freeze(pieces, bare=True)
 
 
-def call(spec: str, option: str) -> Any:
-    """What the function named by ``module:function`` or ``file.py:function`` returns."""
+def named(spec: str, option: str) -> Any:
+    """What ``module:name`` or ``file.py:name`` names; a name may have dots."""
     place, _, name = spec.rpartition(":")
-    module = _module(place, option)
-    found = getattr(module, name, None)
+    found = module = _module(place, option)
+    for part in name.split("."):
+        found = getattr(found, part, None)
     if found is None:
         names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         raise UsageError(f"{option}: {place} has no {name!r}; it has {', '.join(names[:12])}")
+    return found
+
+
+def call(spec: str, option: str) -> Any:
+    """What the function named by ``module:function`` or ``file.py:function`` returns."""
+    found = named(spec, option)
     if not callable(found):
         return found
     try:
@@ -198,14 +220,16 @@ def _loss(name: str) -> Any:
         return None
     if name in LOSSES:
         return getattr(functional, name)
+    if name in TOKENS:
+        return TOKENS[name]
     if ":" not in name:
+        known = ", ".join((*LOSSES, *TOKENS))
+        raise UsageError(f"--loss is one of {known}, own, or file.py:name; got {name!r}")
+    found = named(name, "--loss")
+    if not callable(found) and not isinstance(found, Objective):
         raise UsageError(
-            f"--loss is one of {', '.join(LOSSES)}, own, or module:function; got {name!r}"
+            f"--loss {name} is neither a function nor a curvlab.Objective: {type(found).__name__}"
         )
-    place, _, function = name.rpartition(":")
-    found = getattr(_module(place, "--loss"), function, None)
-    if not callable(found):
-        raise UsageError(f"--loss: {place} has no function {function!r}")
     return found
 
 

@@ -30,7 +30,9 @@ def build() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"curvlab {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", help=argparse.SUPPRESS)
+    verbs = parser.add_subparsers(
+        dest="verb", metavar="VERB", help=argparse.SUPPRESS, prog="curvlab"
+    )
     for name, verb in VERBS.items():
         own = verbs.add_parser(
             name,

@@ -162,8 +162,8 @@ def _command(name: str, manifest: dict[str, Any]) -> Namespace:
         raise UsageError(f"{name} holds a command that this curvlab does not know") from end
 
 
-_PLACES = ("model", "data", "loss")
-_OWN = ("curvlab.nets", "curvlab.tasks", "curvlab.cli.demo")
+_PLACES = ("model", "data", "loss", "count")
+_OWN = ("curvlab.nets", "curvlab.tasks", "curvlab.losses", "curvlab.cli.demo")
 
 
 def _factory(option: str, again: Namespace) -> str | None:

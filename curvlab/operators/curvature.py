@@ -31,37 +31,10 @@ Last = Callable[[Product, Tensor | None], None]
 
 
 class Curvature(Operator):
-    """A symmetric operator made of products per chunk of data, at the parameters as they are now.
+    """A symmetric operator made of products per chunk of data.
 
-    Args:
-        model: Any module; it is only borrowed, nothing of it changes. Later training does not
-            change the operator.
-        loss: ``loss(output, target)`` with the reduction ``"mean"`` or ``"sum"``; an
-            :class:`Objective` for anything else; ``None`` for a model that returns its own
-            ``.loss``.
-        data: A batch ``(inputs, targets)``, a dict, an object with ``inputs`` and ``targets``, a
-            list of batches or a DataLoader. The objective is the mean over all samples, whatever
-            the batch sizes; with a sum reduction, the sum.
-        select: Which parameters: patterns of names or a predicate; by default all that require a
-            gradient.
-        mode: ``"eval"``, ``"frozen-masks"`` or ``"batch-statistics"``; see
-            :mod:`curvlab.operators.policy`. By default the model's own modes, which are refused if
-            they make the loss random or couple samples.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say; it is verified either way.
-        count: ``count(batch)``: what the batch's mean divides by, when that is not the number of
-            its samples (class weights, ignored targets).
-        chunk: Most samples per chunk; ``"batch"`` never cuts a batch; ``None`` lets the budget
-            decide.
-        dtype: ``torch.float64`` evaluates everything in float64; by default the parameters' dtype.
-        precision: ``"exact"``; ``"tf32"`` (CUDA) or ``"bfloat16"`` (autocast) trade accuracy, about
-            1e-3 and 1e-2 relative in a product, for speed.
-        budget: Bytes the operator may take; by default half of what is free.
-        engine: ``"auto"``, ``"retained"``, ``"rebuilt"``, ``"blockwise"``, ``"linearised"``,
-            ``"compiled"``, ``"mlp"``, or ``"measure"`` to time the candidates once for this model
-            and shape. ``"blockwise"`` needs the memory of one block of the model at a time, for
-            about half as much time again; it is taken where no other fits the budget.
-        check: Whether to probe symmetry, repeatability and linearity now (four products with one
-            chunk) and raise :class:`~curvlab.probe.OperatorError` if they fail.
+    It is a snapshot: parameters, buffers and data are copied when it is made. Training the model
+    on does not change it; make another to follow.
     """
 
     needs_outputs = False  # apart from the loss
@@ -84,6 +57,48 @@ class Curvature(Operator):
         engine: Engine | Literal["auto", "measure"] = "auto",
         check: bool = True,
     ) -> None:
+        """Copy, check and try the problem on a few samples.
+
+        Args:
+            model: Any module; nothing of it changes.
+            loss: ``loss(output, target)`` with the reduction ``"mean"`` or ``"sum"``; an
+                :class:`curvlab.Objective` for anything else; ``None`` for a model that returns its
+                own ``.loss``.
+            data: A batch ``(inputs, targets)``, a dict, an object with ``inputs`` and ``targets``,
+                a list of batches or a DataLoader. The objective is the mean over all samples,
+                whatever the batch sizes; with a sum reduction, the sum.
+            select: Which parameters: patterns of names or a predicate. Default ``None``: all that
+                require a gradient.
+            mode: ``"eval"`` evaluates in eval mode, ``"frozen-masks"`` draws the same random
+                numbers every time, ``"batch-statistics"`` has BatchNorm use each batch's own; or
+                several of them. Default ``None``: the model's own modes, which are refused if they
+                make the loss random or couple samples.
+            reduction: ``"mean"`` or ``"sum"``. Default ``None``: as the loss says, or as it
+                behaves; it is verified either way.
+            count: ``count(batch)``, what the batch's mean divides by when that is not the number
+                of its samples (class weights, ignored targets). Default ``None``: the loss's own
+                ``.count`` if it has one, else samples.
+            chunk: Most samples at a time; ``"batch"`` never cuts a batch, for samples that are
+                coupled. Default ``None``: as many as the budget has room for.
+            dtype: ``torch.float64`` evaluates everything in float64, ``torch.float32`` is what a
+                model in bfloat16 or float16 needs. Default ``None``: the parameters' dtype.
+            precision: Default ``"exact"``. ``"tf32"`` (CUDA) or ``"bfloat16"`` (autocast) trade
+                accuracy, about 1e-3 and 1e-2 relative in a product, for speed.
+            budget: Bytes the operator may take. Default ``None``: half of what is free.
+            engine: Default ``"auto"``. Others are ``"retained"``, ``"rebuilt"``, ``"blockwise"``,
+                ``"linearised"``, ``"compiled"``, ``"mlp"``, and ``"measure"``, which times the
+                candidates once for this model and shape. ``"blockwise"`` needs the memory of one
+                block of the model at a time, for about half as much time again; it is taken where
+                no other fits the budget.
+            check: Default ``True``: products of a few samples are probed for symmetry,
+                repeatability and linearity, compared with plain autograd and with a difference of
+                gradients, and :class:`curvlab.OperatorError` is raised if they are not right.
+                ``False`` takes second derivatives as autograd gives them, which is what a
+                straight-through estimator needs.
+
+        Raises:
+            Refusal: There is no curvature of this, or not one; ``trap`` is why.
+        """
         if precision not in BAND:
             raise ValueError(f"precision= takes {', '.join(BAND)}; got {precision!r}")
         if chunk is not None and chunk != "batch" and (not isinstance(chunk, int) or chunk < 1):

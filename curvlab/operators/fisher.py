@@ -38,16 +38,7 @@ class EmpiricalFisher(Sandwich):
 
 
 class Fisher(GaussNewton):
-    """The Fisher information of the model's own predictive distribution.
-
-    Args:
-        samples: ``None`` is the exact expectation over targets; a number draws that many targets
-            per sample, once, when the operator is made.
-        seed: Of the drawn targets; they do not depend on how the data are cut.
-
-    The other arguments are those of :class:`~curvlab.operators.curvature.Curvature`; ``loss`` must
-    be cross-entropy, binary cross-entropy with logits or squared error.
-    """
+    """The Fisher information of the model's own predictive distribution."""
 
     def __init__(
         self,
@@ -68,6 +59,16 @@ class Fisher(GaussNewton):
         engine: Engine | Literal["auto", "measure"] = "auto",
         check: bool = True,
     ) -> None:
+        """Draw targets if asked to; the rest is as for every curvature.
+
+        Args:
+            model: As for :class:`curvlab.Hessian`, and so are all arguments that are not here.
+            loss: Cross-entropy, binary cross-entropy with logits or squared error.
+            data: As for :class:`curvlab.Hessian`.
+            samples: Default ``None``: the exact expectation over targets. A number draws that many
+                targets per sample, once, when the operator is made.
+            seed: Of the drawn targets, default 0; they do not depend on how the data are cut.
+        """
         self.likelihood = likelihood(loss)
         if samples is not None and (not isinstance(samples, int) or samples < 1):
             raise ValueError(f"samples= is a number of targets to draw, or None; got {samples!r}")

@@ -80,8 +80,7 @@ def terms(loss: Loss | Objective | None) -> Terms:
             raise ValueError(
                 f"cross_entropy takes classes along dimension 1, and these logits "
                 f"{tuple(output.shape)} have them along the last: pass curvlab.losses.next_token, "
-                "or curvlab.losses.sequence if labels stand where they are predicted, and its "
-                ".count as count="
+                "or curvlab.losses.sequence if labels stand where they are predicted"
             )
         return call(output, target)
 

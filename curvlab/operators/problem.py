@@ -156,8 +156,9 @@ class Problem:
         self.dtype = dtype or own
         if self.dtype not in (torch.float32, torch.float64):
             raise TypeError(
-                f"curvature is computed in float32 or float64, not {self.dtype}: pass "
-                'dtype=torch.float32, with precision="bfloat16" if the speed is wanted'
+                f"curvature is computed in float32 or float64; parameters are {self.dtype}: "
+                'pass dtype=torch.float32 (--dtype float32), with precision="bfloat16" if the '
+                "speed is wanted"
             )
 
         def own_copy(tensor: Tensor) -> Tensor:

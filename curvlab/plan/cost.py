@@ -12,13 +12,14 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from curvlab.batches import Batches, map_tensors, rows, tensors
+from curvlab.batches import Batches, map_tensors, rows, sample_count, tensors
 from curvlab.eigen import lanczos
 from curvlab.operators import Curvature, FromFunction
 from curvlab.operators.objective import terms
 from curvlab.operators.products.autograd import kept
 from curvlab.operators.products.memory import Cost, measure
 from curvlab.parameters import Selection, layout_of, select_parameters
+from curvlab.refusals import Refusal, Trap
 
 SMALL, LARGE = 4, 24  # samples of the two measurements
 ROUNDS = 3
@@ -60,10 +61,21 @@ def measured(
     most = batches.samples
     if most is None:
         raise ValueError("plan needs batches whose samples can be counted: cut them yourself")
-    large = min(most, LARGE)
-    small = max(1, min(SMALL, large // 2))
-    first = batches.pieces(large)[0]
-    kind(model, loss, [rows(first, slice(0, small))], **options)  # first use of everything
+    if options.get("chunk") == "batch":  # which has no smaller parts
+        first = batches.pieces(None)[0]
+        small = large = sample_count(first) or 1
+    else:
+        large = min(most, LARGE)
+        small = max(1, min(SMALL, large // 2))
+        first = batches.pieces(large)[0]
+    try:
+        kind(model, loss, [rows(first, slice(0, small))], **options)  # first use of everything
+    except (AssertionError, LookupError, RuntimeError) as error:
+        raise Refusal(
+            f"{small} samples of a batch cannot be computed alone ({type(error).__name__}: "
+            f'{error}). If samples are coupled, as the nodes of a graph are, pass chunk="batch"',
+            Trap.COUPLED,
+        ) from error
     found = {size: _timed(kind, model, loss, first, size, options) for size in {small, large}}
     operator, setup_large, product_large = found[large]
     _, setup_small, product_small = found[small]
