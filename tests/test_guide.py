@@ -11,7 +11,7 @@ from curvlab.cli.parser import parse
 GUIDE = Path(__file__).parent.parent / "curvlab" / "guide"
 # guide/distributed.md needs several processes and is tested with them
 PAGES = ["quickstart", "choosing", "memory", "certificate", "paper", "extending", "scaling"]
-PAGES += ["kernels"]
+PAGES += ["kernels", "projection", "learning", "measured", "architecture"]
 
 
 def blocks(page, language):
@@ -36,10 +36,19 @@ def test_the_commands_of_a_page_parse(page):
             assert parse(words[1:]).verb == words[1]
 
 
+def anchors(page):
+    """The places that a link can name: titles in lower case, words joined by hyphens."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
 def test_links_between_pages_lead_somewhere():
     for page in GUIDE.glob("*.md"):
-        for target in re.findall(r"\]\(([a-z_/.]+\.(?:md|png|svg))\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        prose = re.sub(r"^```.*?^```|`[^`]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target, place in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", prose):
+            found = page.parent / target if target else page
+            assert found.exists(), f"{page.name}: {target}"
+            assert place.removeprefix("#") in {"", *anchors(found)}, f"{page.name}: {target}{place}"
 
 
 def test_every_page_of_the_guide_is_known():
