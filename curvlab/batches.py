@@ -91,7 +91,7 @@ def freeze(data: Any, *, bare: bool = False) -> Batches:
     """
     if isinstance(data, Batches):
         return data
-    source = _as_batches(data, bare)
+    source = as_batches(data, bare)
     with _kept_generator():  # a DataLoader draws its base seed from the global generator
         kept = _joined([map_tensors(batch, _own) for batch in source])
     return kept if isinstance(source, list) else dataclasses.replace(kept, taken="one pass, kept")
@@ -107,7 +107,7 @@ def read(data: Any, *, bare: bool = False, together: bool = False) -> Batches:
     """
     if isinstance(data, Batches):
         return data
-    source, taken = _as_batches(data, bare), AS_GIVEN
+    source, taken = as_batches(data, bare), AS_GIVEN
     if isinstance(source, list):
         return _joined([map_tensors(batch, _own) for batch in source])
     if isinstance(source, DataLoader):
@@ -206,7 +206,8 @@ def require_finite(batches: Batches) -> None:
                 )
 
 
-def _as_batches(data: Any, bare: bool) -> "list[Any] | Iterable[Any]":
+def as_batches(data: Any, bare: bool) -> "list[Any] | Iterable[Any]":
+    """What :func:`freeze` would read, batch by batch: a list, or what gives them one by one."""
     if isinstance(data, list) and not (not bare and len(data) == 2 and isinstance(data[0], Tensor)):
         return [_pair(batch) for batch in data]
     if isinstance(data, tuple | list | Mapping) or (bare and isinstance(data, Tensor)):

@@ -27,6 +27,7 @@ from curvlab.eigen import (
     spectral_energy,
     trace,
 )
+from curvlab.layerwise import LayerBases, layer_bases
 from curvlab.operators import (
     BlockDiagonal,
     Dense,
@@ -45,7 +46,7 @@ from curvlab.operators import (
 )
 from curvlab.parameters import load_parameter_vector, parameter_count, parameter_vector
 from curvlab.probe import Certificate, LinearOperator, OperatorError, probe
-from curvlab.protection import protect
+from curvlab.protection import SpectralPenalty, protect
 from curvlab.storage import StorageError
 from curvlab.training import Run, Schedule, learn
 
@@ -66,6 +67,7 @@ __all__ = [
     "GaussNewton",
     "Hessian",
     "Interrupted",
+    "LayerBases",
     "LayerSpectra",
     "LinearOperator",
     "NotConvergedError",
@@ -78,6 +80,7 @@ __all__ = [
     "Solution",
     "Sparse",
     "SpectralEnergy",
+    "SpectralPenalty",
     "SpectrumTracker",
     "StorageError",
     "adaptive_preconditioner",
@@ -88,6 +91,7 @@ __all__ = [
     "freeze",
     "from_scipy",
     "lanczos",
+    "layer_bases",
     "layer_spectra",
     "learn",
     "load_parameter_vector",

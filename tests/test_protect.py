@@ -227,7 +227,7 @@ def test_bad_arguments_are_refused_with_the_cure():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer; got Sequential"):
         protect(model, basis)
-    with pytest.raises(TypeError, match=r"curvlab\.Basis; got Tensor.*basis\.extend"):
+    with pytest.raises(TypeError, match=r"Basis or layer bases; got Tensor.*basis\.extend"):
         protect(optimizer, basis.rows())
     with pytest.raises(ValueError, match="have 58 elements together, the basis covers 57"):
         protect(optimizer, Basis(57, 3))

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from curvlab.layerwise.spans import extended_basis
 from curvlab.learners.base import Learner
 from curvlab.learners.layer_inputs import InputLayer, input_layers, triangular_inputs
 from curvlab.learners.population import Population
@@ -116,7 +117,7 @@ class GPM(Learner):
             chosen = subset(samples, min(self.samples, len(samples)), seed=generator)
             triangles = triangular_inputs(population, s, chosen.inputs, task, self._layers)
             for bases, triangle, share in zip(self._bases, triangles, thresholds, strict=True):
-                bases[s] = extended_basis(bases[s], triangle.cpu(), share)
+                bases[s], _ = extended_basis(bases[s], triangle.cpu(), share)
         self._set_removals(population)
         ranks = [[len(bases[s]) for bases in self._bases] for s in range(population.size)]
         size = population.parameters.element_size()
@@ -205,40 +206,6 @@ def _removal(layer: InputLayer, gradients: Tensor, away: Tensor, small: bool) ->
         partial(weight.copy_, projected[:, :, :-1]),
         partial(bias.copy_, projected[:, :, -1:]),
     ]
-
-
-def extended_basis(basis: Tensor, triangle: Tensor, threshold: float) -> Tensor:
-    """Add the fewest directions with which the basis holds ``threshold`` of the rows' energy.
-
-    The share counts the whole energy of the rows: what the basis already holds, plus what is
-    added. The first task follows the same rule (public code stops one direction short there).
-
-    Args:
-        basis: Orthonormal rows ``(r, width)``, float64; ``r`` may be 0.
-        triangle: Any matrix ``(m, width)`` with the Gram matrix of the input rows, float64.
-        threshold: In [0, 1]; 1 keeps every direction that rounding can tell from zero.
-
-    Returns:
-        Orthonormal rows ``(r', width)``, ``r <= r' <= width``; the first ``r`` are ``basis``.
-    """
-    total = float(triangle.square().sum())
-    rest = triangle - (triangle @ basis.T) @ basis
-    rest = rest - (rest @ basis.T) @ basis  # twice is enough
-    _, values, directions = torch.linalg.svd(rest, full_matrices=False)
-    noise = float(torch.finfo(torch.float64).eps) * max(triangle.shape) * total**0.5
-    real = int((values > noise).sum())
-    held = total - float(rest.square().sum())
-    reached = held + values.square().cumsum(0)
-    missing = 0
-    # the sum of all squares may miss the total by rounding, and a threshold of 1 asks for it all
-    if threshold >= 1.0:
-        missing = real
-    elif held < threshold * total:
-        missing = min(int((reached < threshold * total).sum()) + 1, real)
-    missing = min(missing, basis.shape[1] - len(basis))
-    added = directions[:missing]
-    added = added - (added @ basis.T) @ basis
-    return torch.cat([basis, torch.linalg.qr(added.T).Q.T])
 
 
 def _refuse_moving_statistics(population: Population) -> None:

@@ -1,6 +1,7 @@
 """The paper's measures: functions over a run's matrices, its snapshots and curvature operators."""
 
 from curvlab.eigen import Estimate
+from curvlab.metrics.drift import Drift, subspace_drift
 from curvlab.metrics.forgetting import (
     NORMS,
     Norm,
@@ -32,6 +33,7 @@ from curvlab.metrics.structure import (
 __all__ = [
     "NORMS",
     "RADII",
+    "Drift",
     "Estimate",
     "Expansion",
     "LowRank",
@@ -59,4 +61,5 @@ __all__ = [
     "previous_pairs",
     "spectral_similarity",
     "spectrum_above",
+    "subspace_drift",
 ]

@@ -135,6 +135,13 @@ def _parts(batch: Any) -> tuple[Any, Any]:
     )
 
 
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """What ``model`` makes of a batch, whose targets, if it has any, are left out."""
+    if isinstance(batch, Mapping):
+        return _call(model, {key: item for key, item in batch.items() if key != "labels"})
+    return _call(model, batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
+
+
 def _call(model: nn.Module, inputs: Any) -> Any:
     """The model of ``inputs``: spread over its arguments, or whole if it takes only that."""
     if isinstance(inputs, Mapping):

@@ -35,22 +35,28 @@ BAND: dict[str, float | None] = {"exact": None, "tf32": 2e-2, "bfloat16": 2e-1}
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside torch.compile, DataParallel or DistributedDataParallel wrappers."""
+    found = inner(model)
+    _require_whole(found)
+    return found
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """:func:`unwrap`, of a model whose parameters may be in shards."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module; got {type(model).__name__}. The order of arguments "
             "is model, loss, data"
         )
     while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(
+        inside = getattr(model, "_orig_mod", None)
+        if inside is None and isinstance(
             model, nn.DataParallel | nn.parallel.DistributedDataParallel
         ):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            _require_whole(model)
+            inside = model.module
+        if not isinstance(inside, nn.Module):
             return model
         log.info("curvature uses the module inside %s", type(model).__name__)
-        model = inner
+        model = inside
 
 
 def _require_whole(model: nn.Module) -> None:

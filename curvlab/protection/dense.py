@@ -1,6 +1,4 @@
-"""Training with any torch optimizer without leaving what a basis protects: SGD-dagger, wrapped on.
-
-    protect(optimizer, basis, model)      # from here on every optimizer.step() is projected
+"""Steps of any torch optimizer, projected off the dense rows of a basis: SGD-dagger, wrapped on.
 
 What is guaranteed, for every optimizer: the change of the parameters in a step is orthogonal to the
 rows of the basis, ``M (after - before) = 0``, up to the rounding of the parameters themselves
@@ -32,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from curvlab.basis import Basis
 from curvlab.parameters import Selection, select_parameters
@@ -186,62 +184,10 @@ class _Room:
             self.given.copy_(self.master)
 
 
-def protect(
-    optimizer: Optimizer,
-    basis: Basis,
-    model: nn.Module | Iterable[nn.Parameter] | None = None,
-    *,
-    select: Selection = None,
-    gradients: bool | None = None,
-) -> Protection:
-    """Project every step of ``optimizer`` out of ``basis``; see the module's header.
-
-    Args:
-        optimizer: Any torch optimizer. A step costs two flat copies of the parameters (four, if
-            they are bfloat16 or float16), and a projection (two, with ``gradients``).
-        basis: Rows over the parameters in the order of ``model.named_parameters()``, as every
-            curvlab operator on that model has them. It may grow while it protects.
-        model: The model, or the parameters in the order of the basis; by default those of the
-            optimizer, if it has them in one group.
-        select: Which of the model's parameters the basis covers, as for the operators.
-        gradients: Whether gradients are projected before the step as well; by default for all
-            optimizers but ``torch.optim.SGD``, where it would change nothing.
-
-    Returns:
-        A handle: ``.removed`` for watching, ``.remove()`` to end the protection.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"protect needs a torch.optim.Optimizer; got {type(optimizer).__name__}. For a step "
-            "of your own use basis.project_out_(update)"
-        )
-    if not isinstance(basis, Basis):
-        raise TypeError(
-            f"protect needs a curvlab.Basis; got {type(basis).__name__}. For eigenpairs: basis = "
-            "Basis(pairs.n, capacity); basis.extend(pairs.vectors)"
-        )
-    covered = _covered(optimizer, model, select)
-    total = sum(p.numel() for p in covered)
-    if total != basis.n:
-        raise ValueError(
-            f"the parameters have {total} elements together, the basis covers {basis.n}: pass the "
-            "model= the basis was computed for, with the same select="
-        )
-    for parameter in covered:
-        if not parameter.is_floating_point():
-            raise TypeError(f"protect needs real float parameters; got {parameter.dtype}")
-        if parameter.device != basis.device:
-            raise ValueError(
-                f"parameters are on {parameter.device}, the basis on {basis.device}: load it with "
-                "Basis.load(path, device=...)"
-            )
-    project_gradients = not isinstance(optimizer, SGD) if gradients is None else gradients
-    return Protection(optimizer, basis, covered, project_gradients)
-
-
-def _covered(
+def covered_parameters(
     optimizer: Optimizer, model: nn.Module | Iterable[nn.Parameter] | None, select: Selection
 ) -> list[nn.Parameter]:
+    """The parameters that a basis covers, in its order."""
     if isinstance(model, nn.Module):
         return list(select_parameters(model, select).values())
     if select is not None:

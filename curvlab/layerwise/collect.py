@@ -1,0 +1,164 @@
+"""One pass over data: what flows into every layer, and what comes back to it from the loss."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from curvlab.batches import as_batches, map_tensors, rows, sample_count
+from curvlab.layerwise.layers import Layer, arrived, input_rows, output_rows
+from curvlab.layerwise.spans import Triangle, require_finite
+from curvlab.operators.objective import Loss, Objective, call_model, terms
+
+SAMPLES = 50  # per forward pass: what a pass holds does not grow with the batches given
+WIDEST = 16_384  # of a triangle in float64: 2 GiB
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a pass saw of one layer; ``seen`` are the tokens of an embedding."""
+
+    inputs: Triangle | None = None
+    gradients: Triangle | None = None
+    tokens: Tensor | None = None
+    _edges: list[tuple[nn.Module, GradientEdge]] = field(default_factory=list)
+
+    def read(self, module: nn.Module, inputs: Tensor, constant: bool) -> None:
+        """Take what the layer was called with."""
+        if self.tokens is not None:
+            self.tokens[inputs.detach().reshape(-1)] = True
+        elif self.inputs is not None:
+            self.inputs.add(input_rows(module, inputs, constant))
+
+    def leave(self, module: nn.Module, output: Tensor) -> Tensor | None:
+        """Remember where the gradient of ``output`` will arrive."""
+        if self.gradients is None:
+            return None
+        if not output.requires_grad:  # of a frozen model: the graph begins here
+            output = output.detach().requires_grad_().clone()
+        self._edges.append((module, get_gradient_edge(output)))
+        return output
+
+    def edges(self) -> list[tuple[nn.Module, GradientEdge]]:
+        """Those of the last forward pass, which are then forgotten."""
+        found, self._edges = self._edges, []
+        return found
+
+
+def collect(
+    model: nn.Module,
+    data: Any,
+    layers: Sequence[Layer],
+    *,
+    inputs: bool,
+    gradients: bool,
+    loss: Loss | Objective | None,
+) -> list[Seen]:
+    """Run ``model`` over ``data`` once, in eval mode; what each of ``layers`` saw."""
+    device = next(model.parameters()).device
+    seen = [_empty(layer, inputs, gradients, device) for layer in layers]
+    whole = terms(loss).whole if gradients else None
+    with watching(model, layers, seen), torch.set_grad_enabled(gradients):
+        for batch in _pieces(data):
+            moved = map_tensors(batch, lambda tensor: tensor.to(device))
+            if whole is None:
+                call_model(model, moved)
+            elif loss is None and not isinstance(moved, Mapping):
+                raise TypeError(
+                    "output gradients need a loss: pass loss=, or for a model that computes its "
+                    "own, batches that are dicts with labels"
+                )
+            else:
+                _backward(whole(model, moved) * (sample_count(moved) or 1), seen)
+    return seen
+
+
+@contextmanager
+def watching(model: nn.Module, layers: Sequence[Layer], seen: Sequence[Seen]) -> Iterator[None]:
+    """Within it, calls of ``model`` fill ``seen``; every module is in eval mode and then as it was.
+
+    A layer that is called several times in a pass is seen every time.
+    """
+    modules = dict(model.named_modules())
+    training = [module for module in modules.values() if module.training]
+    with ExitStack() as stack:
+        for layer, one in zip(layers, seen, strict=True):
+            for name in layer.modules:
+                before, after = _hooks(one, layer.bias is not None)
+                hook = modules[name].register_forward_pre_hook(before, with_kwargs=True)
+                stack.callback(hook.remove)
+                stack.callback(modules[name].register_forward_hook(after).remove)
+        model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+def _hooks(
+    seen: Seen, constant: bool
+) -> tuple[Callable[..., None], Callable[[nn.Module, Any, Tensor], Tensor | None]]:
+    def before(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        seen.read(module, arrived(arguments, options), constant)
+
+    def after(module: nn.Module, _arguments: Any, output: Tensor) -> Tensor | None:
+        return seen.leave(module, output)
+
+    return before, after
+
+
+def _empty(layer: Layer, inputs: bool, gradients: bool, device: torch.device) -> Seen:
+    if layer.tokens:
+        return Seen(tokens=torch.zeros(layer.inputs, dtype=torch.bool, device=device))
+    for what, width, wanted in (
+        ("inputs", layer.width, inputs),
+        ("outputs", layer.outputs, gradients),
+    ):
+        if wanted and width > WIDEST:
+            raise ValueError(
+                f"layer {layer.modules[0]!r} has {width:,} {what}: "
+                f"its subspace takes a square matrix of that width, and {WIDEST:,} is the most. "
+                "Leave it out with select=, or take side='inputs' for a wide output layer"
+            )
+    return Seen(
+        Triangle(layer.width) if inputs else None, Triangle(layer.outputs) if gradients else None
+    )
+
+
+def _backward(loss: Tensor, seen: Sequence[Seen]) -> None:
+    """Gradients of ``loss`` at the outputs of all layers; no parameter gets one."""
+    found = [(one, *pair) for one in seen for pair in one.edges()]
+    if not found:
+        return
+    gradients = torch.autograd.grad(loss, [edge for *_, edge in found], allow_unused=True)
+    for (one, module, _), gradient in zip(found, gradients, strict=True):
+        if gradient is not None and one.gradients is not None:
+            one.gradients.add(output_rows(module, gradient))
+
+
+def finite(triangle: Triangle | None, layer: Layer, what: str) -> Tensor | None:
+    """The triangle's matrix, checked; ``None`` if the layer was never called."""
+    found = None if triangle is None else triangle.whole()
+    if found is not None:
+        require_finite(layer.modules[0], found, what)
+    return found
+
+
+def _pieces(data: Any) -> Iterator[Any]:
+    """Batches of at most ``SAMPLES`` samples; data are read once and need not be repeatable."""
+    if isinstance(data, Tensor):
+        batches: Iterable[Any] = [data]
+    else:
+        batches = data if isinstance(data, Iterator) else as_batches(data, bare=False)
+    for batch in batches:
+        count = sample_count(batch)
+        if count is None:
+            yield batch
+            continue
+        for start in range(0, count, SAMPLES):
+            yield rows(batch, slice(start, start + SAMPLES))
