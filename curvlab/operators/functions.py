@@ -63,11 +63,14 @@ class Replaced(TorchFunctionMode):
     Args:
         device: The type of device of the model.
         autocast: Whether autocast is wanted; if not, it is off in every call.
+        own_attention: Whether attention is replaced; if not, torch has been told not to fuse it.
     """
 
-    def __init__(self, device: str = "cpu", *, autocast: bool = False) -> None:
+    def __init__(
+        self, device: str = "cpu", *, autocast: bool = False, own_attention: bool = True
+    ) -> None:
         super().__init__()
-        self.device, self.wanted = device, autocast
+        self.device, self.wanted, self.own_attention = device, autocast, own_attention
         self.attention = self.autocast = False  # whether a call was of attention, or in autocast
         self._logits = WeakTensorKeyDictionary()  # of log-probabilities
 
@@ -97,6 +100,8 @@ class Replaced(TorchFunctionMode):
                 return _binary(given)
         elif func is functional.scaled_dot_product_attention:
             self.attention = True
+            if not self.own_attention:
+                return func(*args, **kwargs)
             given = {**ARGUMENTS, **dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
             return attention(given) if pays(given) else _attention(given)
         elif func is functional.multi_head_attention_forward:

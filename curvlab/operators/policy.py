@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -125,7 +126,12 @@ def drops(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def evaluation(
-    seed: int | None, device: torch.device, precision: Precision, recurrent: bool = False
+    seed: int | None,
+    device: torch.device,
+    precision: Precision,
+    *,
+    recurrent: bool = False,
+    recomputes: bool = False,
 ) -> Iterator[Replaced]:
     """Run a forward pass so that it can be differentiated twice.
 
@@ -138,10 +144,17 @@ def evaluation(
         device: Where the model is.
         precision: ``"bfloat16"`` runs under autocast.
         recurrent: Whether the fused kernels of recurrent layers have to be avoided.
+        recomputes: Whether checkpointed parts run again inside a backward pass. torch's own
+            attention without fused kernels is then used, which can be had there too.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
-        mode = stack.enter_context(Replaced(device.type, autocast=precision == "bfloat16"))
+        if recomputes:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        wanted = precision == "bfloat16"
+        mode = stack.enter_context(
+            Replaced(device.type, autocast=wanted, own_attention=not recomputes)
+        )
         if seed is not None:
             stack.enter_context(_seeded(seed, device))
         if "torch._dynamo" in sys.modules:  # compiled graphs have no second derivatives

@@ -18,8 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import CheckpointError
 
 from curvlab.batches import map_tensors, read, require_finite, sample_count
+from curvlab.operators.functions import Replaced
 from curvlab.operators.objective import (
     Loss,
     Objective,
@@ -154,6 +156,17 @@ class Problem:
             raise TypeError(f"the parameters have several dtypes ({kinds}): pass dtype=")
         own, self.device = next(iter(kinds))
         self.dtype = dtype or own
+        narrow = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.is_floating_point() and parameter.itemsize < own.itemsize
+        ]
+        if dtype is None and narrow and self.precision == "exact":
+            raise TypeError(
+                f"the selected parameters are {own} and others are narrower ({narrow[0]}, "
+                f"{len(narrow)} in all), so that products would have two or three digits: pass "
+                'dtype=torch.float32 (--dtype float32), or precision="bfloat16" to take that'
+            )
         if self.dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"curvature is computed in float32 or float64; parameters are {self.dtype}: "
@@ -255,7 +268,7 @@ class Problem:
         if parameters is not self._held[0]:
             others.update(zip(self._names, parameters, strict=True))
         seed = chunk.number if seed is None else seed
-        with evaluation(self._seed(seed), self.device, self.precision, self._recurrent) as mode:
+        with self._evaluation(self._seed(seed)) as mode:
             traces = Traces(self.model) if self.borrowed else self._traces
             if self.buffers is not self._held[2]:
                 others.update((name, buffer.clone()) for name, buffer in self.buffers.items())
@@ -282,7 +295,16 @@ class Problem:
         """Makes what products need around them: a context if parts of the model run again."""
         if not self.recomputes:
             return contextlib.nullcontext
-        return lambda: evaluation(None, self.device, self.precision, self._recurrent)
+        return lambda: self._evaluation(None)
+
+    def _evaluation(self, seed: int | None) -> contextlib.AbstractContextManager[Replaced]:
+        return evaluation(
+            seed,
+            self.device,
+            self.precision,
+            recurrent=self._recurrent,
+            recomputes=self.recomputes,
+        )
 
     # -- blocks that are computed again, see curvlab.operators.products.blocks ---------------------
 
@@ -306,8 +328,7 @@ class Problem:
 
         @contextlib.contextmanager
         def again(block: nn.Module) -> Iterator[None]:
-            evaluated = evaluation(seed, self.device, self.precision, self._recurrent)
-            with arithmetic(self.device, self.precision), evaluated:
+            with arithmetic(self.device, self.precision), self._evaluation(seed):
                 traces = Traces(block)
                 for module in block.modules() if self.borrowed else ():
                     module.training = self.flags[module]
@@ -383,6 +404,9 @@ class Problem:
         closes = "the loss or a layer closes over the model, which is therefore borrowed"
         try:
             value, self.unused, foreign = self._gradients_of(batch)
+        except CheckpointError as error:
+            self.recompute(error)
+            return self.depend(batch)
         except RuntimeError:  # tensors of the model and of its copy that do not go together
             if self.borrowed:
                 raise
@@ -399,15 +423,34 @@ class Problem:
                 self.use_own_modules()
         return value
 
+    def recompute(self, error: CheckpointError) -> None:
+        """Evaluate so that checkpointed parts run the second time as they did the first.
+
+        They run inside torch's backward pass, where functions cannot be replaced.
+        """
+        if self.recomputes:
+            raise OperatorError(
+                "an activation checkpoint does not run again as it did the first time: turn "
+                'checkpointing off (gradient_checkpointing_disable()); engine="blockwise" needs as '
+                f"little memory. torch says: {str(error).splitlines()[0]}"
+            ) from error
+        log.info("activation checkpointing: products run the checkpointed parts again")
+        self.recomputes = True
+
     def _gradients_of(self, batch: Any) -> tuple[float, tuple[str, ...], bool]:
         """The loss, the parameters without a gradient, whether the user's own were used."""
-        value = require_scalar(self._run(self.terms.whole, Chunk(batch)))
-        found: Sequence[Tensor | None] = [None] * len(self.parameters)
-        if value.requires_grad:
+
+        def both(model: nn.Module, batch: Any) -> tuple[Tensor, Sequence[Tensor | None]]:
+            value = require_scalar(self.terms.whole(model, batch))
+            if not value.requires_grad:
+                return value, [None] * len(self.parameters)
             refuse_reentrant(value)
-            found = torch.autograd.grad(
+            # here and not outside: checkpointed parts have to run again as they did before
+            return value, torch.autograd.grad(
                 value, self.parameters, retain_graph=True, allow_unused=True
             )
+
+        value, found = self._run(both, Chunk(batch))
         named = zip(self.layout.names, found, strict=True)
         unused = tuple(name for name, gradient in named if gradient is None)
         return float(value.detach()), unused, uses(value, self.model.parameters())
@@ -483,7 +526,8 @@ class Problem:
             for chunk in self.chunks:
                 value = self.loss(chunk, self.parameters)
                 self.check(chunk, value)
-                pieces = torch.autograd.grad(value, self.parameters, allow_unused=True)
+                with self.around():
+                    pieces = torch.autograd.grad(value, self.parameters, allow_unused=True)
                 total += self.layout.flatten(pieces, like=self.parameters[0])
         return total.to(self.dtype)
 

@@ -57,10 +57,9 @@ def attempt(operator: "Curvature") -> Trial:
     with arithmetic(operator.device, problem.precision):
         try:
             return _attempt(operator)
-        except CheckpointError:
-            log.info("activation checkpointing: products run the checkpointed parts again")
-            problem.recomputes = True
-            return _attempt(operator)
+        except CheckpointError as error:
+            problem.recompute(error)
+            return attempt(operator)
         except NotImplementedError as error:
             raise OperatorError(
                 f"torch cannot differentiate a layer of this model twice: {error} Write that "
