@@ -106,6 +106,15 @@ class Network:
     version: str = "1"
 
 
+# Of learners whose algorithm changed; the network's version says the rest.
+LEARNER_VERSIONS = {
+    # importance, initialisation and last layer as in the authors' code
+    "SpaceNet": "published",
+    "SpaceNet-pixels": "published",
+    # duty over what was seen, boost that decays
+    "k-winners": "published",
+}
+
 STACKED = "2"  # since seeds of an MLP side by side are the same bits as alone
 
 

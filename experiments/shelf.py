@@ -30,7 +30,7 @@ from curvlab.parameters import load_parameter_vector
 from curvlab.storage import StorageError
 from curvlab.tasks import Samples, Task, limit, subset
 from curvlab.training import Evaluation, Run, Schedule, learn
-from experiments.choices import NETWORKS, PLAIN, STREAMS, Algorithm
+from experiments.choices import LEARNER_VERSIONS, NETWORKS, PLAIN, STREAMS, Algorithm
 from experiments.store import Store, key_of, make_result
 
 LABEL = "run"  # of the result lines that say how a run went and how long it took
@@ -64,7 +64,9 @@ class Training:
     @property
     def version(self) -> str:
         """Of the code that trains it."""
-        return NETWORKS[self.network].version
+        network = NETWORKS[self.network].version
+        learner = LEARNER_VERSIONS.get(self.learner.name)
+        return network if learner is None else f"{network}, {learner}"
 
     def first_task(self) -> "Training":
         """SGD on the first task alone, from which learners branch that train it in this way."""

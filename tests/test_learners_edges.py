@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from curvlab.learners import EWC, GPM, OGD, SGD, ModulePopulation, SGDDagger, population_of
+from curvlab.learners import EWC, GPM, OGD, SGD, Population, SGDDagger, population_of
 from curvlab.learners import sample_gradients as rows_of
 from curvlab.learners.ewc import diagonal_fisher
 from curvlab.learners.sample_gradients import sample_gradients
@@ -107,7 +107,7 @@ def test_the_memory_guard_of_ogd_counts_every_logit():
 
 
 def test_gradients_of_samples_come_in_blocks_of_so_many_bytes(monkeypatch):
-    population = ModulePopulation([small(1)], [1])
+    population = Population([small(1)], [1])
     samples = make_tasks(1)[0].train
     targets = torch.eye(3)[samples.targets]
     whole = torch.cat(list(sample_gradients(population, 0, samples.inputs, targets, 0)))

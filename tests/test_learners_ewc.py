@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from curvlab.learners import EWC, SGD, ModulePopulation, population_of
+from curvlab.learners import EWC, SGD, Population, population_of
 from curvlab.learners.ewc import diagonal_fisher
 from curvlab.learners.seeds import derived_generator
 from curvlab.tasks.samples import subset
@@ -16,7 +16,7 @@ from tests.small_problems import make_tasks, small, trained
 @pytest.mark.parametrize("labels", ["model", "true"])
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "modules"])
 def test_the_diagonal_fisher_is_the_mean_of_squared_gradients(labels, stacked):
-    make = population_of if stacked else ModulePopulation
+    make = population_of if stacked else Population
     population = make([small(seed, torch.float64) for seed in (1, 2)], (1, 2))
     samples = make_tasks(1, dtype=torch.float64)[0].train[:7]
     found = diagonal_fisher(population, 1, samples, 0, labels)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from curvlab.learners.packnet import PackNet, prunable
-from curvlab.learners.population import ModulePopulation
+from curvlab.learners.population import Population
 from curvlab.learners.powerprop import Powerpropagation
 from curvlab.learners.progressive import Progressive
 from curvlab.learners.stacked import population_of
@@ -50,7 +50,8 @@ def test_old_tasks_keep_their_logits_to_the_bit_and_new_ones_are_learned(name, o
             assert run.test_loss[o:, o].unique().numel() == 1
 
 
-@pytest.mark.parametrize("name", STRICT)
+# old columns of a progressive network get neither a gradient nor decay, mask or not
+@pytest.mark.parametrize("name", sorted(set(STRICT) - {"progressive"}))
 def test_without_the_mask_on_gradients_the_bits_change(name):
     """The check above can fail."""
     make_learner, make_model = STRICT[name]
@@ -140,9 +141,7 @@ def test_biases_and_normalisation_belong_to_the_first_task():
         weights[where] = True
     assert bool((learner.owner[:, ~weights] == 1).all())
     tasks = cloud_tasks(2, samples=20, width=48, shape=(3, 4, 4))
-    net = ModulePopulation(
-        [slim_resnet18(3, nf=4, blocks=(1, 1), norm="group", seed=0).float()], [0]
-    )
+    net = Population([slim_resnet18(3, nf=4, blocks=(1, 1), norm="group", seed=0).float()], [0])
     learner = PackNet(0.5)
     watcher = Watcher(learner, tasks)
     learn(net, tasks, learner, Schedule(lr=0.05, epochs=2))
@@ -252,7 +251,7 @@ def test_a_column_is_the_published_formula():
 
 def test_a_progressive_network_needs_a_column_per_task():
     tasks = cloud_tasks(3)
-    with pytest.raises(ValueError, match="no column for task 2"):
+    with pytest.raises(ValueError, match=r"columns for tasks 0\.\.1; got task 2"):
         learn(
             lambda seed: progressive_mlp(SIZES, 2, seed=seed), tasks, Progressive(), SCHEDULE,
             seeds=[0],

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import one_hot
 
-from curvlab.learners import OGD, ModulePopulation, population_of
+from curvlab.learners import OGD, Population, population_of
 from curvlab.learners.ogd import leading_directions
 from curvlab.learners.sample_gradients import mlp_factors, sample_gradients
 from curvlab.learners.seeds import derived_generator
@@ -42,7 +42,7 @@ def exact_rows(model, inputs, cotangents):
 def test_gradients_per_sample_are_those_of_autograd(model, shape, generator):
     model = model().eval()
     options = {"batchnorm": "freeze"} if shape == (3, 8, 8) else {}
-    population = ModulePopulation([model], [1], **options)
+    population = Population([model], [1], **options)
     inputs = torch.randn(5, *shape, generator=generator, dtype=torch.float64)
     cotangents = torch.randn(5, 3, generator=generator, dtype=torch.float64)
     rows = torch.cat(list(sample_gradients(population, 0, inputs, cotangents, 0)))

@@ -11,7 +11,7 @@ from curvlab.learners import SGD
 from curvlab.learners.gpm import GPM
 from curvlab.learners.kwinners import HeterogeneousDropout, winning_counts
 from curvlab.learners.packnet import prunable
-from curvlab.learners.population import ModulePopulation
+from curvlab.learners.population import Population
 from curvlab.learners.powerprop import Powerpropagation
 from curvlab.learners.stacked import population_of
 from curvlab.nets import mlp, slim_resnet18
@@ -69,6 +69,67 @@ def test_duty_follows_the_winners_in_training_only(generator):
     torch.testing.assert_close(layer.duty, wins)
 
 
+def test_until_a_period_has_passed_the_duty_is_the_mean_over_all_that_was_seen(generator):
+    layer = KWinners(10, 0.3, boost=0.0, period=20)
+    batches = [torch.rand(size, 10, generator=generator) for size in (4, 5, 6, 8)]
+    won = [(layer(x) > 0).double() for x in batches]
+    everything = torch.cat(won[:3]).mean(0)  # 15 samples: fewer than a period
+    before = KWinners(10, 0.3, boost=0.0, period=20)
+    for x in batches[:3]:
+        before(x)
+    torch.testing.assert_close(before.duty.double(), everything, rtol=1e-5, atol=1e-6)
+    expected = (everything * 12 + won[3].sum(0)) / 20  # nupic.torch's rule once there are 20
+    torch.testing.assert_close(layer.duty.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_images_have_winners_over_the_whole_image_and_one_duty_per_channel(generator):
+    layer = KWinners(5, 0.2, boost=4.0, period=50)
+    images = torch.rand(6, 5, 3, 4, generator=generator) + 0.1
+    out = layer(images)
+    assert (out > 0).flatten(1).sum(1).tolist() == [12] * 6
+    torch.testing.assert_close(layer.duty, (out > 0).float().mean((0, 2, 3)))
+    layer.duty.copy_(torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0]))
+    boosted = images * torch.exp(-4.0 * layer.duty).view(1, 5, 1, 1)
+    expected = boosted.flatten(1).topk(12, dim=1).indices.sort(1).values
+    found = (layer(images) > 0).flatten(1)
+    assert torch.equal(found.nonzero()[:, 1].view(6, 12), expected)
+    layer.keep.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0]))
+    assert bool((layer(images)[:, 0] == 0).all())
+    layer.eval()
+    assert (layer(images) > 0).flatten(1).sum(1).tolist() == [18] * 6
+    with pytest.raises(ValueError, match=r"images \(N, 5, H, W\)"):
+        layer(images[:, :4])
+
+
+class Convolutional(nn.Module):
+    """A convolution and k-winners over its images."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 6, 3, bias=False)
+        self.winners = KWinners(6, 0.2, boost_decay=0.5, period=30)
+        self.head = nn.Linear(24, 3, bias=False)
+
+    def forward(self, images):
+        return self.head(self.winners(self.conv(images)).flatten(1))
+
+
+def test_the_boost_decays_with_every_epoch_and_convolutions_learn_over_gpm():
+    tasks = cloud_tasks(2, samples=24, width=16, shape=(1, 4, 4))
+    learner = HeterogeneousDropout(GPM(0.9, samples=24))
+
+    def build(seed):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return Convolutional()
+
+    (run,) = learn(build, tasks, learner, Schedule(lr=0.2, epochs=3), seeds=[1])
+    assert run.buffers["winners.strength"].tolist() == [0.5**3, 0.5**6]
+    assert run.buffers["winners.seen"].tolist() == [72.0, 144.0]
+    assert run.buffers["winners.count"].shape == (2, 6)
+    assert float(run.test_accuracy.diagonal().min()) > 0.5  # guessing gives a third
+
+
 def test_busy_units_take_part_with_probability_exp_minus_alpha_times_their_share():
     layer = KWinners(4, 0.5)
     layer.discourage(torch.tensor([0.0, 5.0, 10.0, 0.0]), alpha=2.0)
@@ -113,7 +174,7 @@ def test_heterogeneous_dropout_steers_later_tasks_to_other_units():
     tasks = cloud_tasks(2)
 
     def overlap(alpha):
-        population = ModulePopulation(
+        population = Population(
             [kwinners_mlp((8, 60, 60, 3), 0.1, bias=True, seed=s) for s in SEEDS], SEEDS
         )
         learn(population, tasks, HeterogeneousDropout(SGD(), alpha), Schedule(lr=0.2, epochs=5))
@@ -161,9 +222,7 @@ def test_heterogeneous_dropout_wraps_a_learner_and_resumes(tmp_path):
 def test_on_top_of_gpm_the_stored_inputs_keep_their_outputs():
     tasks = cloud_tasks(2, samples=12, width=30)
     learner = HeterogeneousDropout(GPM(1.0, samples=12), alpha=1.0)
-    population = ModulePopulation(
-        [kwinners_mlp((30, 40, 3), 0.3, seed=0, dtype=torch.float64)], [0]
-    )
+    population = Population([kwinners_mlp((30, 40, 3), 0.3, seed=0, dtype=torch.float64)], [0])
     stored = tasks[0].train.inputs.double()
     kept = []
     original = learner.after_task

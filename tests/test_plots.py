@@ -27,8 +27,9 @@ def run_of(tasks, seed=1):
     empty = torch.zeros(0)
     return Run(
         seed=seed, tasks=tuple(f"task {t}" for t in range(tasks)), train_loss=matrix,
-        train_accuracy=matrix, test_loss=matrix, test_accuracy=matrix, initial=empty,
-        snapshots=empty, buffers={}, notes=[], config={},
+        train_accuracy=matrix, test_loss=matrix, test_accuracy=matrix,
+        task_accuracy=matrix, class_accuracy=matrix, initial=empty, snapshots=empty, buffers={},
+        losses=[], notes=[], config={},
     )  # fmt: skip
 
 

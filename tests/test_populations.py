@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from curvlab.learners import SGD, Learner, ModulePopulation
+from curvlab.learners import SGD, Learner, Population
 from curvlab.learners.stacked import StackedMLP, plain_mlp, population_of
 from curvlab.nets import mlp, slim_resnet18
 from curvlab.parameters import parameter_vector
@@ -115,7 +115,7 @@ def test_what_a_user_hangs_on_an_mlp_is_trained_as_autograd_does(change, generat
     model = mlp((4, 5, 3))
     change(model)
     population = population_of([model], [0])
-    assert isinstance(population, ModulePopulation)
+    assert isinstance(population, Population)
     inputs = torch.randn(6, 4, generator=generator)
     targets = torch.randint(0, 3, (6,), generator=generator)
     exact = torch.autograd.grad(cross_entropy(model(inputs), targets), list(model.parameters()))
@@ -150,7 +150,7 @@ def test_any_module_trains_and_each_seed_as_if_alone(build, batchnorm):
 
 
 def test_modules_that_take_the_task_get_it():
-    population = ModulePopulation([seeded(Spiky)(1)], [1])
+    population = Population([seeded(Spiky)(1)], [1])
     learn(population, make_tasks(1), SGD(), Schedule(0.1))
     scales = population.models[0].scales
     assert (scales[0] != 1.0).any()

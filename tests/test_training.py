@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from curvlab.learners import SGD, Learner, ModulePopulation, Step
+from curvlab.learners import SGD, Learner, Population, Step
 from curvlab.learners.stacked import population_of
 from curvlab.nets import mlp
 from curvlab.parameters import parameter_vector
@@ -26,7 +26,7 @@ def test_learn_is_a_plain_torch_loop_for_every_seed(dtype, stacked, momentum, de
     tasks, seeds = make_tasks(dtype=dtype), (11, 13)
     schedule = Schedule(0.1, 0.02, epochs=3, decay_at=(2,))
     models = [mlp((6, 8, 8, 3), seed=seed, dtype=dtype) for seed in seeds]
-    population = population_of(models, seeds) if stacked else ModulePopulation(models, seeds)
+    population = population_of(models, seeds) if stacked else Population(models, seeds)
     runs = learn(
         population, tasks, SGD(), schedule, batch_size=5, momentum=momentum, weight_decay=decay
     )

@@ -4,8 +4,9 @@ The loop (:func:`curvlab.training.learn`) trains S seeds side by side. All state
 the :class:`~curvlab.learners.population.Population`: ``parameters``, ``gradients`` (and
 ``velocity`` with momentum), each ``(S, P)`` in the order of ``population.layout``. For each task::
 
-    learner.before_task(population, task, samples)     # before the first one: learner.expect(tasks)
-    each step:
+    learner.before_task(population, task, samples)     # before the first: learner.expect(...)
+    each step:                                # population.batch is what the runs learn from
+        learner.loss(population, s, logits)   # for each run: what it minimises
         population.gradient_(...)             # writes population.gradients
         (weight decay is added to the gradients)
         learner.transform_(population)        # project, mask, add a penalty's gradient
@@ -17,33 +18,26 @@ the :class:`~curvlab.learners.population.Population`: ``parameters``, ``gradient
 Weight decay and momentum come on the two sides of ``transform_`` such that what it removes stays
 removed: a projection applied before momentum, to a buffer that starts at zero with every task,
 keeps the whole displacement of the task inside the allowed subspace.
+
+What may be called inside (all of it is public and gives the same bits on a resumed run):
+
+- in ``loss``, with a graph: ``population.answer(s, inputs, task)`` for logits of other samples or
+  another head, ``population.loss(logits, targets)``, and, without a graph, the logits of an older
+  network: :class:`~curvlab.learners.kept.Kept`;
+- in ``transform_``: ``population.gradient_of(inputs, targets, task, step)``, the gradient of the
+  mean loss on other samples;
+- everywhere: random numbers from :func:`~curvlab.learners.seeds.derived_generator`, by position.
 """
 
 # ruff: noqa: ARG002 (a moment is told everything and uses what it needs)
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from curvlab.learners.population import Population
-from curvlab.tasks.samples import Samples
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Where training is, just after an update; all counts start at 0 with every task."""
-
-    task: int
-    step: int
-    steps: int
-    epoch: int
-    epochs: int
-    lr: float
-
-    @property
-    def ends_epoch(self) -> bool:
-        """Whether this was the last step of its epoch."""
-        return (self.step + 1) % (self.steps // self.epochs) == 0
+from curvlab.learners.step import Step
+from curvlab.tasks.samples import Samples, Task
 
 
 class Learner:
@@ -66,11 +60,28 @@ class Learner:
     def __init__(self) -> None:
         self.notes: list[dict[str, Any]] = []
 
-    def expect(self, tasks: int) -> None:
-        """Told the number of tasks before anything is trained: the place to refuse settings."""
+    def expect(self, population: Population, tasks: Sequence[Task]) -> None:
+        """Told the models and the stream before anything is trained or resumed.
+
+        The place to refuse settings; ``population.uses`` says which parameters each task uses.
+        """
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:
         """Prepare; the first call (``task == 0``) is the place to refuse an unfit model."""
+
+    def loss(self, population: Population, s: int, logits: Tensor) -> Tensor:
+        """What run ``s`` minimises in this step: one number with a graph.
+
+        Overriding it trains a plain MLP by autograd, run by run, which takes a few times as long.
+
+        Args:
+            population: Its ``batch`` is what the runs learn from.
+            s: Which run.
+            logits: Shape ``(B, C)``, of ``population.batch.inputs[s]``, in train mode.
+        """
+        if population.batch is None:
+            raise RuntimeError("loss outside a step: learn() calls it")
+        return population.loss(logits, population.batch.targets[s])
 
     def transform_(self, population: Population) -> None:
         """Change ``population.gradients`` in place."""

@@ -10,15 +10,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import cross_entropy, one_hot
 
 from curvlab.learners.base import Learner
 from curvlab.learners.population import Population
 from curvlab.learners.sample_gradients import mlp_factors, sample_gradients
 from curvlab.learners.seeds import derived_generator
 from curvlab.learners.stacked import StackedMLP
+from curvlab.learners.uses import told_apart
 from curvlab.operators.products.mlp_plan import Layer
-from curvlab.tasks.samples import Samples, subset
+from curvlab.parameters import Selection
+from curvlab.tasks.samples import Samples, Task, subset
 
 Labels = Literal["model", "sampled", "true"]
 
@@ -34,6 +36,7 @@ class EWC(Learner):
             average; ``"true"`` uses the data's labels (the "empirical Fisher").
         gamma: By how much earlier tasks' importances are multiplied after every task: 1 keeps the
             penalties of all tasks, less forgets the oldest (online EWC), 0 keeps the last one.
+        select: Parameters that are penalised, as in operators (``"body.*"``); the others are free.
     """
 
     serves_later_tasks = True
@@ -45,6 +48,7 @@ class EWC(Learner):
         samples: int = 1000,
         labels: Labels = "model",
         gamma: float = 1.0,
+        select: Selection = None,
     ) -> None:
         super().__init__()
         if strength < 0.0 or samples < 1:
@@ -56,9 +60,16 @@ class EWC(Learner):
         if not 0.0 <= gamma <= 1.0:
             raise ValueError(f"gamma= is a factor between 0 and 1; got {gamma}")
         self.strength, self.samples = strength, samples
-        self.labels, self.gamma = labels, gamma
+        self.labels, self.gamma, self.select = labels, gamma, select
         self._importance: Tensor | None = None  # sum of F_o, (S, P)
         self._pull: Tensor | None = None  # sum of F_o w_o, (S, P)
+
+    def expect(self, population: Population, tasks: Sequence[Task]) -> None:  # noqa: ARG002
+        population.chosen(self.select)  # refuses what matches nothing
+        if population.loss is not cross_entropy:
+            raise ValueError(
+                "EWC's Fisher is that of a distribution over classes: it needs loss=cross_entropy"
+            )
 
     def transform_(self, population: Population) -> None:
         if self._importance is not None and self._pull is not None:
@@ -77,6 +88,8 @@ class EWC(Learner):
             generator = derived_generator(seed, "labels", task)
             fishers.append(diagonal_fisher(population, s, chosen, task, self.labels, generator))
         fisher = torch.stack(fishers)
+        for where in population.left_out(self.select):
+            fisher[:, where] = 0.0
         pull = fisher * population.parameters
         if self._importance is not None and self._pull is not None:
             fisher, pull = self.gamma * self._importance + fisher, self.gamma * self._pull + pull
@@ -96,6 +109,7 @@ class EWC(Learner):
             "samples": self.samples,
             "labels": self.labels,
             "gamma": self.gamma,
+            **told_apart(self.select),
         }
 
     def if_diverged(self, population: Population, lr: float) -> str:

@@ -24,7 +24,9 @@ from curvlab.learners.layer_inputs import InputLayer, input_layers, triangular_i
 from curvlab.learners.population import Population
 from curvlab.learners.rooms import LARGE, Call, few_threads, product, results, rooms
 from curvlab.learners.seeds import derived_generator
-from curvlab.tasks.samples import Samples, subset
+from curvlab.learners.uses import told_apart
+from curvlab.parameters import Selection
+from curvlab.tasks.samples import Samples, Task, subset
 
 Threshold = float | Sequence[float] | Callable[[int], float]
 
@@ -41,8 +43,12 @@ class GPM(Learner):
         bias: ``"refuse"`` takes only models without biases in these layers; ``"augmented"``
             projects each bias together with its weights, as the weight of a constant input.
 
+        select: Parameters that are protected, as in operators (``"body.*"``); the others are free.
+
     Parameters of other layers (scales and shifts of norms, tokens, positions) are no matrices
-    acting on inputs: they are learned in the first task and frozen afterwards.
+    acting on inputs: they are learned in the first task that uses them and frozen afterwards. A
+    head of one task alone is neither projected nor frozen, for no other task moves it; a layer has
+    rows of the tasks that use it. So GPM's published setting runs, one head per task.
     """
 
     serves_later_tasks = True
@@ -53,6 +59,7 @@ class GPM(Learner):
         *,
         samples: int = 300,
         bias: Literal["refuse", "augmented"] = "refuse",
+        select: Selection = None,
     ) -> None:
         super().__init__()
         if bias not in ("refuse", "augmented"):
@@ -60,19 +67,22 @@ class GPM(Learner):
         if samples < 1:
             raise ValueError(f"samples= must be at least 1; got {samples}")
         self.threshold, self.samples, self.bias = threshold, samples, bias
+        self.select = select
         self._layers: list[InputLayer] = []
-        self._frozen: list[slice] = []
+        self._rest: dict[str, slice] = {}  # protected parameters that belong to no such layer
+        self._frozen: list[slice] = []  # those of them that a finished task used
         self._bases: list[list[Tensor]] = []  # [layer][run]: float64 rows (r, width)
         self._removals: list[Call] = []  # what is done to the gradients in every step
         self._threads: int | None = None
 
-    def expect(self, tasks: int) -> None:
-        shares = [self.threshold(t) for t in range(tasks)] if callable(self.threshold) else []
+    def expect(self, population: Population, tasks: Sequence[Task]) -> None:
+        population.chosen(self.select)  # refuses what matches nothing
+        shares = [self.threshold(t) for t in range(len(tasks))] if callable(self.threshold) else []
         for task, share in enumerate(shares):
             if not 0.0 <= share <= 1.0:
                 raise ValueError(
-                    f"threshold= is a share of energy, between 0 and 1; for task {task} of {tasks} "
-                    f"it gives {share:g}: keep it below with min(1.0, ...)"
+                    f"threshold= is a share of energy, between 0 and 1; for task {task} of "
+                    f"{len(tasks)} it gives {share:g}: keep it below with min(1.0, ...)"
                 )
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:  # noqa: ARG002
@@ -81,10 +91,20 @@ class GPM(Learner):
 
     def _prepare(self, population: Population) -> None:
         _refuse_moving_statistics(population)
-        self._layers = input_layers(population)
+        shared = {n for n in population.chosen(self.select) if not population.uses.alone(n)}
+        slices = population.layout.slices()
+        protected = {slices[name].start for name in shared}
+        self._layers = input_layers(population, [name for name in slices if name in shared])
+        for layer in self._layers:
+            if layer.bias is not None and layer.bias.start not in protected:
+                raise ValueError(
+                    f"select= takes the weight of layer {layer.name!r} and not its bias, through "
+                    "which all its outputs would move: take both or none"
+                )
         if not self._layers:
             raise ValueError(
-                "GPM acts on weights of nn.Linear and nn.Conv2d, and this model has none"
+                "GPM acts on weights of nn.Linear and nn.Conv2d that tasks share, and this model "
+                "has none, or select= leaves none"
             )
         biased = [layer.name for layer in self._layers if layer.bias is not None]
         if biased and self.bias == "refuse":
@@ -94,7 +114,11 @@ class GPM(Learner):
                 "without biases"
             )
         covered = {w.start for layer in self._layers for w in (layer.weight, layer.bias) if w}
-        self._frozen = [w for w in population.layout.slices().values() if w.start not in covered]
+        self._rest = {
+            name: where
+            for name, where in slices.items()
+            if where.start in protected and where.start not in covered
+        }
         self._bases = [
             [torch.zeros(0, layer.width, dtype=torch.float64) for _ in population.seeds]
             for layer in self._layers
@@ -117,8 +141,9 @@ class GPM(Learner):
             chosen = subset(samples, min(self.samples, len(samples)), seed=generator)
             triangles = triangular_inputs(population, s, chosen.inputs, task, self._layers)
             for bases, triangle, share in zip(self._bases, triangles, thresholds, strict=True):
-                bases[s], _ = extended_basis(bases[s], triangle.cpu(), share)
-        self._set_removals(population)
+                if triangle is not None:
+                    bases[s], _ = extended_basis(bases[s], triangle.cpu(), share)
+        self._set_removals(population, task + 1)
         ranks = [[len(bases[s]) for bases in self._bases] for s in range(population.size)]
         size = population.parameters.element_size()
         self.notes.append(
@@ -146,7 +171,9 @@ class GPM(Learner):
             raise ValueError(f"threshold= is a share of energy, between 0 and 1; got {shares}")
         return shares
 
-    def _set_removals(self, population: Population) -> None:
+    def _set_removals(self, population: Population, finished: int) -> None:
+        used = {name for task in range(finished) for name in population.uses.of(task)}
+        self._frozen = [where for name, where in self._rest.items() if name in used]
         self._removals = []
         small = max(layer.outputs * layer.width**2 for layer in self._layers) < LARGE
         self._threads = 1 if small else None
@@ -172,6 +199,7 @@ class GPM(Learner):
             "threshold_by_task" if named else "threshold": threshold,
             "samples": self.samples,
             "bias": self.bias,
+            **told_apart(self.select),
         }
 
     def state(self) -> dict[str, Tensor]:
@@ -187,7 +215,7 @@ class GPM(Learner):
             [tensors[f"{layer.name}/{s}"] for s in range(population.size)] for layer in self._layers
         ]
         if self.notes:
-            self._set_removals(population)
+            self._set_removals(population, len(self.notes))
 
 
 def _removal(layer: InputLayer, gradients: Tensor, away: Tensor, small: bool) -> list[Call]:

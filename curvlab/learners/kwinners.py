@@ -1,19 +1,22 @@
 """Sparse activations: k-winners with heterogeneous dropout, on top of another learner.
 
 The activation itself is part of the model (:func:`curvlab.nets.kwinners.kwinners_mlp`). This
-learner wraps the one that treats the gradients, GPM as published, and at the end of every task
-counts how often each unit won, so that the next task is steered to other units.
+learner wraps the one that treats the gradients, GPM as published, lets the boost decay with every
+epoch, and at the end of every task counts how often each unit won, so that the next task is steered
+to other units. The boost goes on decaying over the tasks, as a network's in nupic.torch does.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvlab.learners.base import Learner, Step
+from curvlab.learners.base import Learner
 from curvlab.learners.population import Population
+from curvlab.learners.step import Step
 from curvlab.nets.kwinners import KWinners
-from curvlab.tasks.samples import Samples
+from curvlab.tasks.samples import Samples, Task
 
 CHUNK = 1000  # samples per forward pass when counting
 
@@ -39,8 +42,11 @@ class HeterogeneousDropout(Learner):
     def notes(self, value: list[dict[str, Any]]) -> None:
         self.inner.notes = value
 
-    def expect(self, tasks: int) -> None:
-        self.inner.expect(tasks)
+    def expect(self, population: Population, tasks: Sequence[Task]) -> None:
+        self.inner.expect(population, tasks)
+
+    def loss(self, population: Population, s: int, logits: Tensor) -> Tensor:
+        return self.inner.loss(population, s, logits)
 
     def if_diverged(self, population: Population, lr: float) -> str:
         return self.inner.if_diverged(population, lr)
@@ -58,6 +64,10 @@ class HeterogeneousDropout(Learner):
 
     def after_step(self, population: Population, step: Step) -> None:
         self.inner.after_step(population, step)
+        if step.ends_epoch:
+            for model in population.models:
+                for layer in _activations(model):
+                    layer.calm()
 
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         self.inner.after_task(population, task, samples)
@@ -85,7 +95,7 @@ class HeterogeneousDropout(Learner):
 
 @torch.no_grad()
 def winning_counts(population: Population, s: int, task: int, inputs: Tensor) -> list[Tensor]:
-    """How many of ``inputs`` ``(N, ...)`` each unit of each k-winners layer wins, in run ``s``."""
+    """How often each unit (or channel) of each k-winners layer wins on ``inputs``, in run ``s``."""
     population.train_mode(False)
     layers = _activations(population.models[s])
     counts = [torch.zeros_like(layer.count) for layer in layers]
@@ -93,7 +103,7 @@ def winning_counts(population: Population, s: int, task: int, inputs: Tensor) ->
     def record(number: int) -> Any:
         def hook(module: nn.Module, arguments: tuple[Tensor], output: Tensor) -> None:
             del module, arguments
-            counts[number] += (output > 0).sum(0)
+            counts[number] += (output > 0).transpose(0, 1).flatten(1).sum(1)
 
         return hook
 

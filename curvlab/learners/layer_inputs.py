@@ -1,5 +1,6 @@
 """Where the layers that GPM acts on lie in a population, and what flows into them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,28 +43,35 @@ class InputLayer:
         return self.layer.width
 
 
-def input_layers(population: Population) -> list[InputLayer]:
-    """The layers whose weights act on rows, in the order of their parameters."""
+def input_layers(population: Population, names: Sequence[str]) -> list[InputLayer]:
+    """The layers whose weights act on rows, in the order of their parameters.
+
+    Args:
+        population: Of one network.
+        names: Of the parameters whose uses matter: those of others may be hidden.
+    """
     model = population.models[0]
-    _refuse_unseen_uses(model)
+    _refuse_unseen_uses(model, set(names))
     slices = population.layout.slices()
     return [
         InputLayer(layer, slices[layer.weight], None if layer.bias is None else slices[layer.bias])
         for layer in layers_of(model)
-        if layer.weight in slices and not layer.tokens
+        if layer.weight in names and not layer.tokens
     ]
 
 
-def _refuse_unseen_uses(model: nn.Module) -> None:
+def _refuse_unseen_uses(model: nn.Module, chosen: set[str]) -> None:
     """Refuse weights that act on rows which the layers' inputs do not show."""
     for names in tied(model):
+        if not chosen & set(names):
+            continue
         raise ValueError(
             f"parameters {names} are one tensor: its updates would be kept off the inputs of one "
             "of its layers only, and change the outputs of the other. Give each its own, or freeze "
             "them with requires_grad_(False)"
         )
     for name, module in model.named_modules():
-        trained = any(parameter.requires_grad for parameter in module.parameters())
+        trained = any(f"{name}.{own}".strip(".") in chosen for own, _ in module.named_parameters())
         if isinstance(module, nn.MultiheadAttention) and trained:
             raise ValueError(
                 f"layer {name!r} is nn.MultiheadAttention (part of nn.TransformerEncoderLayer) and "
@@ -81,7 +89,7 @@ def _refuse_unseen_uses(model: nn.Module) -> None:
 @torch.no_grad()
 def triangular_inputs(
     population: Population, s: int, inputs: Tensor, task: int, layers: list[InputLayer]
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """For each layer a small matrix with the singular values and row space of its input rows.
 
     Args:
@@ -92,7 +100,8 @@ def triangular_inputs(
         layers: From :func:`input_layers`.
 
     Returns:
-        One float64 matrix ``(at most width, width)`` per layer.
+        One float64 matrix ``(at most width, width)`` per layer; ``None`` if the task does not use
+        it.
     """
     population.train_mode(False)
     seen = [Seen(Triangle(layer.width)) for layer in layers]
@@ -102,7 +111,11 @@ def triangular_inputs(
     found = [
         finite(one.inputs, layer.layer, "inputs") for layer, one in zip(layers, seen, strict=True)
     ]
-    unused = [layer.name for layer, one in zip(layers, found, strict=True) if one is None]
-    if unused:
-        raise ValueError(f"layers {unused} are never called in the forward pass; freeze them")
-    return [one for one in found if one is not None]
+    used = set(population.uses.of(task))
+    for layer, one in zip(layers, found, strict=True):
+        if one is None and layer.layer.weight in used:
+            raise ValueError(
+                f"layer {layer.name!r} is never called in the forward pass, so its inputs cannot "
+                "be seen: freeze it with requires_grad_(False), or leave it out with select="
+            )
+    return found

@@ -28,26 +28,42 @@ class DenseMemory:
             for _ in population.seeds
         ]
         self._everything = [False] * population.size
+        self._filled: dict[int, Tensor] = {}  # by run (P,): parameters that may not move at all
 
     @property
     def sizes(self) -> list[int]:
         """Directions held for each run."""
         return [
-            basis.n if everything else basis.size
-            for basis, everything in zip(self.bases, self._everything, strict=True)
+            basis.n if self._everything[s] else basis.size + self._count_filled(s)
+            for s, basis in enumerate(self.bases)
         ]
+
+    def _count_filled(self, s: int) -> int:
+        return int(self._filled[s].sum()) if s in self._filled else 0
 
     @property
     def bytes(self) -> list[int]:
         """For each run."""
         return [basis.bytes for basis in self.bases]
 
-    def fill(self, s: int) -> None:
-        """Protect every direction of run ``s``: nothing more is learned."""
-        self._everything[s] = True
+    def fill(self, s: int, indices: Tensor) -> None:
+        """Protect every direction of run ``s`` in the parameters at ``indices`` ``(m,)``."""
+        basis = self.bases[s]
+        if len(indices) == basis.n:
+            self._everything[s] = True
+            return
+        filled = torch.zeros(basis.n, dtype=torch.bool, device=basis.device)
+        filled[indices.to(basis.device)] = True
+        self._filled[s] = filled | self._filled[s] if s in self._filled else filled
+        if basis.size:  # what is left of the rows beside them
+            rows = basis.rows().masked_fill(self._filled[s], 0.0)
+            self.bases[s] = Basis(basis.n, basis.capacity, dtype=basis.dtype, device=basis.device)
+            self.bases[s].extend(rows, task="earlier")
 
     def extend(self, s: int, vectors: Tensor, *, task: int, values: Tensor) -> int:
         """Add rows ``(k, P)``, the most important first; returns how many were new."""
+        if s in self._filled:
+            vectors = vectors.masked_fill(self._filled[s], 0.0)
         return int(self.bases[s].extend(vectors, task=str(task), values=values).sum())
 
     def project_out_(self, gradients: Tensor) -> None:
@@ -58,16 +74,23 @@ class DenseMemory:
                 gradients[s].zero_()
             elif basis.size:
                 basis.project_out_(gradients[s])
+            if s in self._filled:
+                gradients[s].masked_fill_(self._filled[s], 0.0)
 
     def state(self) -> dict[str, Tensor]:
         """Rows as they are stored, their Gram matrices and origins."""
         tensors: dict[str, Tensor] = {"everything": torch.tensor(self._everything)}
         for s, basis in enumerate(self.bases):
             tensors.update({f"{s}/{name}": tensor for name, tensor in basis.state().items()})
-        return tensors
+        return tensors | {f"filled/{s}": mask for s, mask in self._filled.items()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         self._everything = tensors["everything"].tolist()
+        self._filled = {
+            s: tensors[f"filled/{s}"].to(basis.device)
+            for s, basis in enumerate(self.bases)
+            if f"filled/{s}" in tensors
+        }
         for s, basis in enumerate(self.bases):
             own = f"{s}/"
             basis.load_state(

@@ -11,6 +11,7 @@ certain: of the output Hessian diag(p) - p p' it removes one direction, and the 
 faster (p1 -> 1 leaves them at 1/(K-1) of the removed one).
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,11 +20,13 @@ from torch import Tensor
 from curvlab.learners.base import Learner
 from curvlab.learners.memory import DenseMemory
 from curvlab.learners.population import Population
-from curvlab.learners.sample_gradients import mlp_factors, sample_gradients
+from curvlab.learners.sample_gradients import Factors, mlp_factors, sample_gradients
 from curvlab.learners.seeds import derived_generator
 from curvlab.learners.stacked import StackedMLP
 from curvlab.learners.structured import StructuredMemory, Workspace, kept_by_energy
-from curvlab.tasks.samples import Samples, subset
+from curvlab.learners.uses import told_apart
+from curvlab.parameters import Selection
+from curvlab.tasks.samples import Samples, Task, subset
 
 Logits = Literal["true", "all"]
 # Columns of dense rows that are looked at in float64 at once.
@@ -43,6 +46,8 @@ class OGD(Learner):
             of a task, and the directions that are kept stay as rows.
         largest: Bytes that dense rows may take: at the end of a task, the memory of all runs
             and, for one of them, the new gradients and their directions.
+        select: Parameters that are protected, as in operators (``"body.*"``); the others, heads for
+            example, stay free.
     """
 
     serves_later_tasks = True
@@ -55,6 +60,7 @@ class OGD(Learner):
         logits: Logits = "true",
         structured: bool | None = None,
         largest: int = 8 << 30,
+        select: Selection = None,
     ) -> None:
         super().__init__()
         if not 0.0 <= epsilon <= 1.0:
@@ -64,9 +70,13 @@ class OGD(Learner):
         if logits not in ("true", "all"):
             raise ValueError(f"logits= must be 'true' or 'all'; got {logits!r}")
         self.epsilon, self.samples, self.logits = epsilon, samples, logits
-        self.structured, self.largest = structured, largest
+        self.structured, self.largest, self.select = structured, largest, select
+        self._parts: list[int] = []  # of a plain MLP, the layers that are protected
         self._factors: list[StructuredMemory] = []
         self._dense: DenseMemory | None = None
+
+    def expect(self, population: Population, tasks: Sequence[Task]) -> None:  # noqa: ARG002
+        population.chosen(self.select)  # refuses what matches nothing
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:
         if task == 0:
@@ -88,17 +98,17 @@ class OGD(Learner):
             )
 
     def _prepare(self, population: Population) -> None:
-        plain = isinstance(population, StackedMLP)
-        if self.structured and not plain:
+        parts = _whole_layers(population, self.select)
+        if self.structured and parts is None:
             raise ValueError(
-                "structured=True needs plain MLPs (linear layers with ReLU or Tanh between); leave "
-                "it out for other networks"
+                "structured=True needs plain MLPs (linear layers with ReLU or Tanh between) and "
+                "select= of whole layers; leave it out for others"
             )
-        if isinstance(population, StackedMLP) and self.structured is not False:
-            workspace = Workspace()
+        if isinstance(population, StackedMLP) and parts and self.structured is not False:
+            workspace, self._parts = Workspace(), parts
             self._factors = [
                 StructuredMemory(
-                    population.layers,
+                    [population.layers[i] for i in parts],
                     population.n,
                     dtype=population.dtype,
                     device=population.device,
@@ -117,7 +127,11 @@ class OGD(Learner):
             for s, memory in enumerate(self._factors):
                 factors = None
                 if made_of is not None:
-                    factors = [x[s] for x in made_of[0]], [x[s] for x in made_of[1]]
+                    came_in, came_back = made_of
+                    factors = (
+                        [came_in[i][s] for i in self._parts],
+                        [came_back[i][s] for i in self._parts],
+                    )
                 memory.project_out_(population.gradients[s], factors)
 
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
@@ -128,7 +142,11 @@ class OGD(Learner):
             cotangents = self._cotangents(population, chosen, task)
             if self._dense is None and isinstance(population, StackedMLP):
                 parameters = population.parameters[s]
-                factors = mlp_factors(population.layers, parameters, chosen.inputs, cotangents)
+                every = mlp_factors(population.layers, parameters, chosen.inputs, cotangents)
+                factors = Factors(
+                    [every.inputs[i] for i in self._parts],
+                    [every.signals[i] for i in self._parts],
+                )
                 new.append(self._factors[s].extend(factors, self.epsilon))
             elif self._dense is not None:
                 count, filled = cotangents.shape[1] * len(chosen), 0
@@ -139,6 +157,8 @@ class OGD(Learner):
                     ):
                         rows[filled : filled + len(block)] = block
                         filled += len(block)
+                for where in population.left_out(self.select):
+                    rows[:, where] = 0.0
                 directions, values = leading_directions(rows, self.epsilon)
                 new.append(self._dense.extend(s, directions, task=task, values=values))
         sizes = [memory.size for memory in self._factors]
@@ -171,6 +191,7 @@ class OGD(Learner):
             "samples": self.samples,
             "logits": self.logits,
             "structured": self.structured,
+            **told_apart(self.select),
         }
 
     def state(self) -> dict[str, Tensor]:
@@ -191,6 +212,21 @@ class OGD(Learner):
             memory.load_state(
                 {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             )
+
+
+def _whole_layers(population: Population, select: Selection) -> list[int] | None:
+    """Layers of a plain MLP that ``select`` takes; ``None`` if it splits one, or for others."""
+    if not isinstance(population, StackedMLP):
+        return None
+    free = {where.start for where in population.left_out(select)}
+    taken = []
+    for i, layer in enumerate(population.layers):
+        left = [where.start in free for where in layer.slices]
+        if any(left) and not all(left):
+            return None
+        if not any(left):
+            taken.append(i)
+    return taken
 
 
 @torch.no_grad()

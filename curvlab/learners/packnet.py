@@ -2,17 +2,18 @@
 
 Pruned weights are set to zero and become free; the next task starts from these zeros, beside the
 frozen weights of the tasks before it. Biases and the parameters of normalisation layers belong to
-the first task and are frozen after it. Which task a sample comes from must be known to predict it.
+the first task that uses them and are frozen after it. A head of one task alone is that task's and
+is not pruned: nobody else could use what is freed. Which task a sample comes from must be known to
+predict it.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from curvlab.learners.base import Step
 from curvlab.learners.ownership import Ownership
 from curvlab.learners.population import Population
+from curvlab.learners.step import Step
 from curvlab.tasks.samples import Samples
 
 
@@ -35,10 +36,11 @@ class PackNet(Ownership):
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:
         super().before_task(population, task, samples)
+        used = population.uses.mask(task, population.device)
         if task == 0:
-            owner = torch.ones_like(self.owner)
+            owner = self.owner.masked_fill(used, 1)
         else:
-            free = self.owner == 0
+            free = (self.owner == 0) & used
             if not bool(free.any(dim=1).all()):
                 raise ValueError(
                     f"no free weights are left for task {task}: prune a larger fraction than "
@@ -68,7 +70,8 @@ class PackNet(Ownership):
                 count = int(self.fraction * len(places))
                 smallest = sizes[s, places].argsort(stable=True)[:count]
                 owner[s, where][places[smallest]] = 0
-        population.parameters.masked_fill_(owner == 0, 0.0)
+        # only what is freed now: a head whose task is still to come keeps its values
+        population.parameters.masked_fill_(owner != self.owner, 0.0)
         self.own_(population, owner)
 
     def config(self) -> dict[str, Any]:
@@ -76,11 +79,15 @@ class PackNet(Ownership):
 
 
 def prunable(population: Population) -> list[slice]:
-    """Where the layers' weight matrices and kernels lie; biases, scales and tokens do not count."""
+    """Where the layers' weight matrices and kernels lie that tasks share.
+
+    Biases, scales and tokens do not count, nor do heads of one task.
+    """
     slices = population.layout.slices()
     found = []
     for name, shape in zip(population.layout.names, population.layout.shapes, strict=True):
-        if name.rpartition(".")[2] == "weight" and len(shape) >= 2:
+        matrix = name.rpartition(".")[2] == "weight" and len(shape) >= 2
+        if matrix and not population.uses.alone(name):
             found.append(slices[name])
     if not found:
         raise ValueError(

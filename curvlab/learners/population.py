@@ -1,15 +1,15 @@
 """S runs of one model side by side, all their numbers in three flat tensors ``(S, P)``.
 
-:class:`Population` is the interface that learners see; :class:`ModulePopulation` takes any
-``nn.Module`` and loops over the runs with autograd; plain MLPs have a faster one
-(:mod:`curvlab.learners.stacked`). In all of them ``models[s]`` is an ordinary module whose
-parameters are views of row ``s``: it can be handed to any operator, hook or picture at any time.
+:class:`Population` is what learners see: it takes any ``nn.Module`` and loops over the runs with
+autograd; plain MLPs have a faster one (:mod:`curvlab.learners.stacked`). In both ``models[s]`` is
+an ordinary module whose parameters are views of row ``s``: it can be handed to any operator, hook
+or picture at any time.
 """
 
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,7 +21,15 @@ from torch.nn.modules.dropout import _DropoutNd
 from curvlab.learners.rooms import aligned, rooms
 from curvlab.learners.seeds import derived_seed
 from curvlab.learners.statistics import BatchNormPolicy, RunningStatistics
-from curvlab.parameters import Layout, layout_of, select_parameters
+from curvlab.learners.step import Batch
+from curvlab.learners.uses import Uses, reached
+from curvlab.parameters import Layout, Selection, layout_of, select_parameters
+from curvlab.tasks.samples import Task
+
+# of logits (B, C) and targets (B,): a mean over the batch
+Loss = Callable[[Tensor, Tensor], Tensor]
+# of a run's number and its logits on its part of the batch
+Objective = Callable[[int, Tensor], Tensor]
 
 
 @runtime_checkable
@@ -31,7 +39,7 @@ class Reseeded(Protocol):
     def reseed(self, seed: int) -> None: ...
 
 
-class Population(ABC):
+class Population:
     """S models of one shape; ``parameters``, ``gradients``, ``velocity`` are ``(S, P)``.
 
     Args:
@@ -46,6 +54,11 @@ class Population(ABC):
         takes_task: Whether ``forward`` has an argument ``task``.
         velocity: Momentum buffers, or ``None`` without momentum; zeroed before every task.
         autocast: The dtype of matrix products in :meth:`gradient_`; ``None`` is the parameters'.
+        loss: What is minimised, a mean over a batch: ``learn(loss=...)``.
+        seen: Per call of :meth:`gradient_`, what :meth:`losses` makes a number of; ``None`` (until
+            ``learn`` asks for it) keeps nothing.
+        uses: Which parameters each task uses.
+        batch: What the runs learn from, during a step.
     """
 
     def __init__(
@@ -73,6 +86,14 @@ class Population(ABC):
         self.autocast: torch.dtype | None = None
         self.statistics = RunningStatistics(self.models, batchnorm)
         self.takes_task = "task" in inspect.signature(self.models[0].forward).parameters
+        self.loss: Loss = cross_entropy
+        self.seen: list[Tensor] | None = None
+        self.uses = Uses(self.layout)
+        self.batch: Batch | None = None
+        modules = [list(model.modules()) for model in self.models]
+        self._drops = any(isinstance(m, _DropoutNd) and m.p > 0 for m in modules[0])
+        self._reseeded = [[m for m in ms if isinstance(m, Reseeded)] for ms in modules]
+        self._draws = 0
         self._training: bool | None = None
         self.bind()
         self.train_mode(False)
@@ -95,16 +116,87 @@ class Population(ABC):
     def dtype(self) -> torch.dtype:
         return self.parameters.dtype
 
-    @abstractmethod
-    def gradient_(self, inputs: Tensor, targets: Tensor, task: int, step: int = 0) -> None:
-        """Write the gradient of each run's mean cross-entropy into ``gradients``.
+    def meet(self, tasks: Sequence[Task]) -> None:
+        """Find out which parameters each task uses, from one sample of it."""
+        if not self.takes_task:
+            self.uses = Uses(self.layout)
+            return
+        self.train_mode(False)
+        used = []
+        for index, task in enumerate(tasks):
+            with torch.enable_grad():
+                logits = self.call(0, task.train.inputs[:1], index)
+            used.append(reached(logits, self._named[0]))
+        self.uses = Uses(self.layout, tuple(used))
+
+    def chosen(self, select: Selection, task: int | None = None) -> list[str]:
+        """Names of the parameters that ``select`` takes (``None`` all) and ``task`` uses."""
+        used = list(self.layout.names) if task is None else self.uses.of(task)
+        if select is None:
+            return used
+        taken = select_parameters(self.models[0], select)
+        return [name for name in used if name in taken]
+
+    def left_out(self, select: Selection) -> list[slice]:
+        """Where the parameters lie that ``select`` does not take."""
+        taken = set(self.chosen(select))
+        return [where for name, where in self.layout.slices().items() if name not in taken]
+
+    def gradient_(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        task: int,
+        step: int = 0,
+        objective: Objective | None = None,
+    ) -> None:
+        """Write the gradient of what each run minimises into ``gradients``.
 
         Args:
             inputs: Shape ``(S, B, ...)``: each run its own batch.
             targets: Shape ``(S, B)``.
             task: Index of the task, handed to modules whose ``forward`` has an argument ``task``.
             step: Of the task; with the seeds it decides dropout's random numbers.
+            objective: What is minimised, given a run and its logits; ``None`` is the mean loss.
         """
+        self.train_mode(True)
+        self.gradients.zero_()
+        values = []
+        for s in range(self.size):
+            with torch.enable_grad(), self._randomness(s, task, step):
+                logits = self.answer(s, inputs[s].clone(), task)  # aligned like the rows
+                value = self.loss(logits, targets[s]) if objective is None else objective(s, logits)
+                torch.autograd.backward(value)
+            values.append(value.detach())
+        if self.seen is not None:
+            self.seen.append(torch.stack(values))
+
+    def losses(self) -> Tensor:
+        """What the batches since the last call gave, ``(S, m)`` float64 on the CPU."""
+        seen, self.seen = self.seen or [], []
+        alike = groupby(seen, lambda one: one.shape)
+        values = [self.loss_of(torch.stack(list(some))) for _, some in alike]
+        return torch.cat([torch.zeros(self.size, 0, dtype=torch.float64), *values], 1)
+
+    def loss_of(self, seen: Tensor) -> Tensor:
+        """Losses ``(S, m)`` float64 on the CPU, of ``m`` entries of :attr:`seen`."""
+        return seen.T.double().cpu()
+
+    def gradient_of(self, inputs: Tensor, targets: Tensor, task: int, step: int) -> Tensor:
+        """Gradients ``(S, P)`` of the mean loss on other samples, at the present parameters.
+
+        For use inside ``transform_``: ``gradients`` stay as they are, and dropout draws other
+        numbers than for the batch. Running statistics see these samples too.
+        """
+        kept, seen = self.gradients.clone(), self.seen
+        self._draws, self.seen = self._draws + 1, None
+        try:
+            self.gradient_(inputs, targets, task, step)
+        finally:
+            self._draws, self.seen = self._draws - 1, seen
+        found = self.gradients.clone()
+        self.gradients.copy_(kept)
+        return found
 
     def logits(self, inputs: Tensor, task: int, parameters: Tensor | None = None) -> Tensor:
         """Predictions ``(S, N, C)`` in eval mode, without a graph.
@@ -121,22 +213,53 @@ class Population(ABC):
                 [self.logits_of(s, inputs, task, values[s]) for s in range(self.size)]
             )
 
-    def logits_of(self, s: int, inputs: Tensor, task: int, parameters: Tensor) -> Tensor:
+    def logits_of(
+        self,
+        s: int,
+        inputs: Tensor,
+        task: int,
+        parameters: Tensor,
+        buffers: dict[str, Tensor] | None = None,
+    ) -> Tensor:
         """Logits ``(N, C)`` of run ``s`` as a differentiable function of ``parameters`` ``(P,)``.
 
-        Mode and buffers are the model's present ones, except statistics kept per task.
+        Mode and (unless given) buffers are the model's present ones, except statistics kept per
+        task.
         """
         values = dict(zip(self.layout.names, self.layout.unflatten(parameters), strict=True))
+        values |= buffers or {}
         values |= self.statistics.of_task(task, s)
         arguments = (inputs, task) if self.takes_task else (inputs,)
         result: Tensor = functional_call(self.models[s], values, arguments)
         return result
+
+    def answer(self, s: int, inputs: Tensor, task: int) -> Tensor:
+        """Logits ``(N, C)`` of run ``s`` as training sees them, under :attr:`autocast`."""
+        with torch.autocast(self.device.type, self.autocast, self.autocast is not None):
+            logits = self.call(s, inputs, task)
+        return logits.to(self.dtype)
 
     def call(self, s: int, inputs: Tensor, task: int) -> Tensor:
         """``models[s]`` applied to ``inputs`` ``(N, ...)``, in its present mode, hooks included."""
         model = self.models[s]
         result: Tensor = model(inputs, task) if self.takes_task else model(inputs)
         return result
+
+    @contextmanager
+    def _randomness(self, s: int, task: int, step: int) -> Iterator[None]:
+        if not self._drops and not self._reseeded[s]:
+            yield
+            return
+        more = (self._draws,) if self._draws else ()
+        seed = derived_seed(self.seeds[s], "dropout", task, step, *more)
+        for module in self._reseeded[s]:
+            module.reseed(seed)
+        # nn.Dropout knows only the global generator: lend it, and give it back as it was
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, enabled=self._drops):
+            if self._drops:
+                torch.manual_seed(seed)
+            yield
 
     def bind(self) -> None:
         """Make the models' parameters and their ``.grad`` views of this population (again)."""
@@ -201,47 +324,6 @@ class Population(ABC):
         """The models' buffers by name, ``(S, ...)``."""
         everyone = [dict(model.named_buffers()) for model in self.models]
         return {name: torch.stack([one[name] for one in everyone]) for name in everyone[0]}
-
-
-class ModulePopulation(Population):
-    """Any module: plain autograd, one run after the other."""
-
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        seeds: Sequence[int],
-        *,
-        batchnorm: BatchNormPolicy | None = None,
-    ) -> None:
-        super().__init__(models, seeds, batchnorm=batchnorm)
-        modules = [list(model.modules()) for model in self.models]
-        self._drops = any(isinstance(m, _DropoutNd) and m.p > 0 for m in modules[0])
-        self._reseeded = [[m for m in ms if isinstance(m, Reseeded)] for ms in modules]
-
-    def gradient_(self, inputs: Tensor, targets: Tensor, task: int, step: int = 0) -> None:
-        self.train_mode(True)
-        self.gradients.zero_()
-        for s in range(self.size):
-            with torch.enable_grad(), self._randomness(s, task, step):
-                with torch.autocast(self.device.type, self.autocast, self.autocast is not None):
-                    logits = self.call(s, inputs[s].clone(), task)  # aligned like the rows
-                loss = cross_entropy(logits.to(self.dtype), targets[s])
-                torch.autograd.backward(loss)
-
-    @contextmanager
-    def _randomness(self, s: int, task: int, step: int) -> Iterator[None]:
-        if not self._drops and not self._reseeded[s]:
-            yield
-            return
-        seed = derived_seed(self.seeds[s], "dropout", task, step)
-        for module in self._reseeded[s]:
-            module.reseed(seed)
-        # nn.Dropout knows only the global generator: lend it, and give it back as it was
-        devices = [] if self.device.type == "cpu" else [self.device]
-        with torch.random.fork_rng(devices, enabled=self._drops):
-            if self._drops:
-                torch.manual_seed(seed)
-            yield
 
 
 def _check_alike(named: list[dict[str, nn.Parameter]], layout: Layout) -> None:

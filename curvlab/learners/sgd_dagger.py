@@ -21,8 +21,10 @@ from curvlab.learners.base import Learner
 from curvlab.learners.memory import DenseMemory
 from curvlab.learners.population import Population
 from curvlab.learners.seeds import derived_generator, derived_seed
+from curvlab.learners.uses import told_apart
 from curvlab.operators import Hessian
-from curvlab.tasks.samples import Samples, subset
+from curvlab.parameters import Selection
+from curvlab.tasks.samples import Samples, Task, subset
 
 
 class SGDDagger(Learner):
@@ -38,6 +40,8 @@ class SGDDagger(Learner):
         largest: Most eigenvectors that ``epsilon`` may take per task.
         first: Eigenpairs of the first task's Hessian, one set per run and at least ``k`` in each,
             where they are known already: learners that differ in ``k`` alone share that solve.
+        select: Parameters that are protected, as in operators (``"body.*"``); the others, heads for
+            example, stay free. A task protects only what it uses.
 
     A solve that ends before its pairs met ``tol``, or before ``largest`` of them hold the energy,
     does not end the run: the vectors found are used, and the notes say how many had ``converged``,
@@ -57,6 +61,7 @@ class SGDDagger(Learner):
         storage: torch.dtype | None = None,
         largest: int = 1000,
         first: Sequence[Eigenpairs] | None = None,
+        select: Selection = None,
     ) -> None:
         super().__init__()
         if (k is None) == (epsilon is None):
@@ -71,7 +76,11 @@ class SGDDagger(Learner):
             raise ValueError(f"samples= must be at least 1; got {samples}")
         self.k, self.epsilon, self.samples, self.tol = k, epsilon, samples, tol
         self.storage, self.largest, self.first = storage, largest, first
+        self.select = select
         self.memory: DenseMemory | None = None
+
+    def expect(self, population: Population, tasks: Sequence[Task]) -> None:  # noqa: ARG002
+        population.chosen(self.select)  # refuses what matches nothing
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:  # noqa: ARG002
         if task == 0:
@@ -99,21 +108,27 @@ class SGDDagger(Learner):
     def _protect(
         self, memory: DenseMemory, population: Population, s: int, task: int, samples: Samples
     ) -> dict[str, Any]:
-        if self.epsilon == 1.0 or self.k == 0:
+        names = population.chosen(self.select, task)
+        where = population.layout.indices(names)
+        if self.epsilon == 1.0 or self.k == 0 or not names:
             return {"k": 0, "new": 0, "products": 0}
-        if self.epsilon == 0.0 or (self.k is not None and self.k >= population.n):
-            memory.fill(s)
-            return {"k": population.n, "new": population.n, "products": 0}
+        if self.epsilon == 0.0 or (self.k is not None and self.k >= len(where)):
+            memory.fill(s, where)
+            return {"k": len(where), "new": len(where), "products": 0}
         if self.first is not None and self.k is not None and task == 0:
             pairs, evidence = self.first[s].head(self.k), {"products": 0}
         else:
-            hessian = task_hessian(population, s, task, samples, self.samples)
+            hessian = task_hessian(population, s, task, samples, self.samples, names)
             seed = derived_seed(population.seeds[s], "lanczos", task)
             pairs, evidence = self._leading(hessian, seed)
         # vectors of a null space are whatever the solver began with: nothing to protect
         real = int((pairs.values.abs() > pairs.floor).sum())
         null, pairs = len(pairs) - real, pairs.head(real)
-        new = memory.extend(s, pairs.vectors, task=task, values=pairs.values)
+        vectors = pairs.vectors
+        if len(where) < population.n:  # zero where the task has no say
+            vectors = vectors.new_zeros(real, population.n)
+            vectors[:, where.to(vectors.device)] = pairs.vectors
+        new = memory.extend(s, vectors, task=task, values=pairs.values)
         return {"k": real, "null": null, "new": new, **evidence, **_quality(pairs)}
 
     def _leading(self, hessian: Hessian, seed: int) -> tuple[Eigenpairs, dict[str, Any]]:
@@ -142,6 +157,7 @@ class SGDDagger(Learner):
             "tol": self.tol,
             "storage": None if self.storage is None else str(self.storage),
             "largest": self.largest,
+            **told_apart(self.select),
         }
 
     def state(self) -> dict[str, Tensor]:
@@ -163,18 +179,41 @@ def _quality(pairs: Eigenpairs) -> dict[str, Any]:
     }
 
 
-def task_hessian(population: Population, s: int, task: int, samples: Samples, size: int) -> Hessian:
+def task_hessian(
+    population: Population,
+    s: int,
+    task: int,
+    samples: Samples,
+    size: int,
+    names: Sequence[str] | None = None,
+) -> Hessian:
     """The Hessian of run ``s`` on ``size`` samples of a task, chosen by the run's seed.
 
     At the run's present parameters, in eval mode, so with BatchNorm's running statistics.
+
+    Args:
+        population: The runs.
+        s: Which of them.
+        task: Index of the task.
+        samples: Of the task.
+        size: How many of them.
+        names: Of the parameters; ``None`` takes those that the task uses.
     """
     generator = derived_generator(population.seeds[s], "hessian", task)
     chosen = subset(samples, min(size, len(samples)), seed=generator)
     population.train_mode(False)
-    model = population.models[s]
+    model, prefix = population.models[s], ""
     if population.takes_task:
-        model = _OfTask(model, task)
-    return Hessian(model, cross_entropy, (chosen.inputs, chosen.targets))
+        model, prefix = _OfTask(model, task), "model."
+    wanted = {prefix + name for name in (population.uses.of(task) if names is None else names)}
+    some = len(wanted) < len(population.layout.names)
+    return Hessian(
+        model,
+        population.loss,
+        (chosen.inputs, chosen.targets),
+        select=(lambda name, _: name in wanted) if some else None,
+        reduction=None if population.loss is cross_entropy else "mean",
+    )
 
 
 class _OfTask(nn.Module):

@@ -2,16 +2,25 @@
 
 For each task: pick neurons of every hidden layer among those that no task has reserved; lay a fixed
 number of random connections between the picked neurons of neighbouring layers; train only these. At
-the end of every epoch but the last, drop the least important connections and grow as many between
-the most important neurons. At the end, reserve the most important neurons and freeze the
-connections. The last layer is set up anew for every task and kept per task.
+the end of every epoch but the last, drop the least important connections of every layer but the
+last and grow as many between the most important neurons. At the end, reserve the most important
+neurons and freeze the connections. The last layer is set up anew for every task and kept per task.
 
-A connection's importance is the sum over steps of |change of weight x gradient|; a neuron's is that
-of its connections. New connections start at zero, so that growing them changes no prediction.
-Biases belong to the first task that picks their neuron.
+As in the authors' code: a connection's importance is the sum over steps of |change of weight x
+gradient|; a hidden neuron's is that of the connections into it, an input's that of those out of it,
+as they are at each step and summed over the steps; connections start from one dense draw of
+Glorot's uniform numbers, grown ones from zero, biases from zero.
+
+What differs. By default (``isolate=True``) tasks are strictly isolated: biases belong to the first
+task that picks their neuron, and a task is predicted without the connections of later ones. With
+``isolate=False`` all biases of neurons that are not reserved go on moving, as published. The
+published code draws places with NumPy's generator; here they are a function of the run's seed. If
+fewer places are open than are dropped, fewer are replaced; the published code stops. Convolutions
+are not covered.
 
 The published settings for 784-400-400-10 are selected (80, 80), reserved (40, 40), connections
-(10000, 1640, 80), dropped .2, batch 128, 4 epochs, lr .01.
+(10000, 1640, 80), dropped .2, batch 128, 4 epochs, lr .01, two classes a task on one head
+(``targets="all"``: a task has connections to its own classes only).
 """
 
 from collections.abc import Sequence
@@ -20,13 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlab.learners.base import Step
 from curvlab.learners.ownership import Ownership
 from curvlab.learners.population import Population
 from curvlab.learners.seeds import derived_generator
 from curvlab.learners.stacked import plain_mlp
+from curvlab.learners.step import Step
 from curvlab.operators.products.mlp_plan import Layer
-from curvlab.tasks.samples import Samples
+from curvlab.tasks.samples import Samples, Task
 
 
 class SpaceNet(Ownership):
@@ -37,9 +46,10 @@ class SpaceNet(Ownership):
         reserved: Of these, how many no later task may pick.
         connections: Per layer, the last included, how many a task gets.
         dropped: Fraction of a layer's connections replaced at an epoch's end.
-        isolate: Predict a task with the connections of later tasks left out, which makes the
-            isolation strict. ``False`` is as published: only the last layer is the task's own,
-            and later tasks disturb earlier ones through neurons that were picked but not reserved.
+        isolate: Keep biases with the first task that uses them and predict a task with the
+            connections of later ones left out, which makes the isolation strict. ``False`` is as
+            published: only the last layer is the task's own, and later tasks disturb earlier ones
+            through neurons that were picked but not reserved.
     """
 
     def __init__(
@@ -66,10 +76,17 @@ class SpaceNet(Ownership):
         self._layers: tuple[Layer, ...] = ()
         self._picked: list[Tensor] = []  # per hidden layer (S, width): picked by this task
         self._taken: list[Tensor] = []  # the same: reserved by an earlier one
-        self._importance = torch.zeros(0, 0)
+        self._initial = torch.zeros(0, 0)  # (S, P): what a connection starts from
+        self._importance = torch.zeros(0, 0)  # (S, P): of connections
+        self._neurons: list[Tensor] = []  # per layer (S, inputs): of what it receives
+        self._labels: list[tuple[int, ...] | None] = []
         self._heads: list[Tensor] = []  # per finished task (S, size of the last layer)
 
     # ---- the moments ----------------------------------------------------------------------------
+
+    def expect(self, population: Population, tasks: Sequence[Task]) -> None:
+        _layers_of(population, self.connections)
+        self._labels = [task.labels for task in tasks]
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:
         super().before_task(population, task, samples)
@@ -77,8 +94,11 @@ class SpaceNet(Ownership):
         if task == 0:
             widths = [layer.outputs for layer in self._layers[:-1]]
             self._taken = [self._none(population, width) for width in widths]
+            self._initial = _glorot(population, self._layers)
             population.parameters.zero_()  # the network starts without connections
         self._importance = torch.zeros_like(population.parameters)
+        self._neurons = [self._importance.new_zeros(len(self.owner), layer.inputs)
+                         for layer in self._layers]  # fmt: skip
         owner = self.owner.clone()
         for where in self._layers[-1].slices:
             owner[:, where] = 0
@@ -93,20 +113,21 @@ class SpaceNet(Ownership):
     def after_step(self, population: Population, step: Step) -> None:
         moved = population.gradients if population.velocity is None else population.velocity
         self._importance.addcmul_(moved.abs(), population.gradients.abs(), value=step.lr)
+        tables = [layer.weight_of(self._importance) for layer in self._layers]
+        self._neurons[0] += tables[0].sum(1)
+        for received, table in zip(self._neurons[1:], tables, strict=False):
+            received += table.sum(2)
         if step.ends_epoch and step.epoch + 1 < step.epochs:
             owner = self.owner.clone()
             for s in range(population.size):
-                for number in range(len(self._layers)):
+                for number in range(len(self._layers) - 1):  # the last layer stays
                     self._rewire(population, s, number, owner)
             self.own_(population, owner)
 
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         super().after_task(population, task, samples)
         for hidden, reserved in enumerate(self.reserved):
-            below, above = self._layers[hidden], self._layers[hidden + 1]
-            incoming = below.weight_of(self._importance).sum(2)
-            outgoing = above.weight_of(self._importance).sum(1)
-            score = (incoming + outgoing).masked_fill(~self._picked[hidden], -1.0)
+            score = self._neurons[hidden + 1].masked_fill(~self._picked[hidden], -1.0)
             best = score.topk(reserved, dim=1).indices
             self._taken[hidden] = self._taken[hidden].scatter(1, best, True)
         head = [population.parameters[:, where] for where in self._layers[-1].slices]
@@ -145,7 +166,13 @@ class SpaceNet(Ownership):
         layer, last = self._layers[number], len(self._layers) - 1
         everything = torch.ones(1, dtype=torch.bool, device=self.owner.device)
         sources = self._picked[number - 1][s] if number > 0 else everything.expand(layer.inputs)
-        targets = self._picked[number][s] if number < last else everything.expand(layer.outputs)
+        if number < last:
+            targets = self._picked[number][s]
+        else:
+            targets = everything.expand(layer.outputs).clone()
+            own = self._labels[self.task] if self._labels else None
+            if own is not None:  # one head for all tasks: the others' classes are not this one's
+                targets.fill_(False)[list(own)] = True
         return targets[:, None] & sources[None, :]
 
     def _lay(
@@ -162,16 +189,16 @@ class SpaceNet(Ownership):
             order = torch.randperm(len(places), generator=generator).to(places.device)
             chosen = places[order[:count]]
             mine[chosen] = self.task + 1
+            drawn = layer.weight_of(self._initial[s]).view(-1)[chosen]
+            layer.weight_of(population.parameters[s]).view(-1)[chosen] = drawn
             receivers = self._allowed(s, number).any(1)
-            # He's rule for the mean number of connections into a neuron
-            bound = (6.0 * int(receivers.sum()) / count) ** 0.5
-            drawn = torch.rand(count, generator=generator, dtype=torch.float64) * 2 - 1
-            layer.weight_of(population.parameters[s]).view(-1)[chosen] = (bound * drawn).to(
-                population.parameters
-            )
             bias = layer.bias_of(owner[s])
-            if bias is not None:
+            if bias is None:
+                continue
+            if self.isolate or number == len(self._layers) - 1:
                 bias[(bias == 0) & receivers] = self.task + 1
+            else:
+                bias[~self._taken[number][s]] = self.task + 1
 
     def _rewire(self, population: Population, s: int, number: int, owner: Tensor) -> None:
         layer = self._layers[number]
@@ -179,9 +206,8 @@ class SpaceNet(Ownership):
         importance = layer.weight_of(self._importance[s]).view(-1)
         present = mine == self.task + 1
         places = present.nonzero().flatten()
-        table = layer.weight_of(self._importance[s])
-        # neurons' importance before dropping; outer product: most important pairs first
-        score = torch.outer(table.sum(1), table.sum(0)).flatten()
+        # outer product: most important pairs first
+        score = torch.outer(self._neurons[number + 1][s], self._neurons[number][s]).flatten()
         open_places = (self._allowed(s, number).flatten() & (mine == 0)).nonzero().flatten()
         count = min(int(self.dropped * len(places)), len(open_places))
         weakest = places[importance[places].argsort(stable=True)[:count]]
@@ -189,7 +215,6 @@ class SpaceNet(Ownership):
         grown = open_places[order[:count]]  # chosen before the drop: none comes straight back
         mine[weakest], mine[grown] = 0, self.task + 1
         layer.weight_of(population.parameters[s]).view(-1)[weakest] = 0.0
-        importance[weakest] = 0.0
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -204,7 +229,8 @@ class SpaceNet(Ownership):
         }
 
     def state(self) -> dict[str, Tensor]:
-        tensors = {**super().state(), "importance": self._importance}
+        tensors = {**super().state(), "importance": self._importance, "initial": self._initial}
+        tensors |= {f"neurons/{i}": value for i, value in enumerate(self._neurons)}
         tensors |= {f"picked/{i}": value for i, value in enumerate(self._picked)}
         tensors |= {f"taken/{i}": value for i, value in enumerate(self._taken)}
         return tensors | {f"heads/{i}": value for i, value in enumerate(self._heads)}
@@ -213,17 +239,30 @@ class SpaceNet(Ownership):
         super().load_state(population, tensors)
         self._layers = _layers_of(population, self.connections)
         self._importance = tensors["importance"].to(population.parameters)
+        self._initial = tensors["initial"].to(population.parameters)
 
         def series(name: str) -> list[Tensor]:
             count = sum(key.startswith(f"{name}/") for key in tensors)
             return [tensors[f"{name}/{i}"].to(population.device) for i in range(count)]
 
         self._picked, self._taken = series("picked"), series("taken")
-        self._heads = series("heads")
+        self._heads, self._neurons = series("heads"), series("neurons")
 
     @staticmethod
     def _none(population: Population, width: int) -> Tensor:
         return torch.zeros(population.size, width, dtype=torch.bool, device=population.device)
+
+
+def _glorot(population: Population, layers: Sequence[Layer]) -> Tensor:
+    """Glorot's uniform numbers for every weight of every run, ``(S, P)``; biases are zero."""
+    values = torch.zeros_like(population.parameters)
+    for s, seed in enumerate(population.seeds):
+        generator = derived_generator(seed, "spacenet weights")
+        for layer in layers:
+            bound = (6.0 / (layer.inputs + layer.outputs)) ** 0.5
+            unit = torch.rand(layer.outputs, layer.inputs, generator=generator, dtype=torch.float64)
+            layer.weight_of(values[s]).copy_(bound * (2.0 * unit - 1.0))
+    return values
 
 
 def _layers_of(population: Population, connections: Sequence[int]) -> tuple[Layer, ...]:

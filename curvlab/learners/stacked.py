@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from curvlab.learners.population import ModulePopulation, Population
+from curvlab.learners.population import Objective, Population
 from curvlab.learners.rooms import (
     LARGE,
     Call,
@@ -97,7 +97,7 @@ class StackedMLP(Population):
         if not plans or plans[0] is None or None in plans:
             raise ValueError(
                 "StackedMLP needs nn.Sequential models of Linear layers with ReLU or Tanh between "
-                "them; use ModulePopulation for others"
+                "them; use Population for others"
             )
         self.layers = plans[0].layers
         super().__init__(models, seeds)
@@ -110,18 +110,36 @@ class StackedMLP(Population):
             raise ValueError(
                 "a model has changed since its population was made (a hook, a frozen parameter, "
                 "another layer) and is no plain MLP any more: make the change before the "
-                "population, or train it as a ModulePopulation"
+                "population, or train it as a Population"
             )
         super().begin_task(task)
 
-    # a plain MLP has neither modes nor randomness nor anything that depends on the task
-    def gradient_(self, inputs: Tensor, targets: Tensor, task: int, step: int = 0) -> None:  # noqa: ARG002
+    def gradient_(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        task: int,
+        step: int = 0,
+        objective: Objective | None = None,
+    ) -> None:
+        if objective is not None or self.loss is not cross_entropy:
+            super().gradient_(inputs, targets, task, step, objective)
+            self._last = None
+            return
+        # a plain MLP has neither modes nor randomness nor anything that depends on the task
         batch = targets.shape[1]
         if batch not in self._programs:
             self._programs[batch] = _program(self, batch)
         with torch.inference_mode():  # cheaper per operation than no_grad; makes no new tensors
-            factors = self._programs[batch](inputs.flatten(2), targets)
+            factors = self._programs[batch](inputs.flatten(2), targets, self.seen)
         self._last = self.gradients._version, factors
+
+    def loss_of(self, seen: Tensor) -> Tensor:
+        if seen.dim() == 2:
+            return super().loss_of(seen)
+        # probabilities of the true labels; one that underflows counts as the smallest number
+        chances = seen.squeeze(3).double().cpu().clamp_min(torch.finfo(seen.dtype).tiny)
+        return -chances.log().mean(2).T
 
     def gradient_factors(self) -> "BatchFactors | None":
         """What the gradients are made of, if they are still as :meth:`gradient_` left them.
@@ -146,7 +164,7 @@ class StackedMLP(Population):
 
 # per layer, the inputs (S, B, in) and signals (S, B, out) of a batch
 BatchFactors = tuple[list[Tensor], list[Tensor]]
-Program = Callable[[Tensor, Tensor], BatchFactors]
+Program = Callable[[Tensor, Tensor, list[Tensor] | None], BatchFactors]
 
 
 def _program(population: StackedMLP, batch: int) -> Program:
@@ -183,14 +201,17 @@ def _program(population: StackedMLP, batch: int) -> Program:
     minus = parameters.new_full((runs, batch, 1), -1.0)
     softmax = torch.ops.aten._softmax.out
 
-    def run(inputs: Tensor, targets: Tensor) -> BatchFactors:
+    def run(inputs: Tensor, targets: Tensor, seen: list[Tensor] | None) -> BatchFactors:
         with few_threads(threads):
             received.copy_(inputs)
             for call in calls_forward:
                 call()
             softmax(logits, 2, False, out=chances)
+            labels = targets.unsqueeze(2)
+            if seen is not None:
+                seen.append(chances.gather(2, labels))
             # the gradient of the mean cross-entropy at the logits: (p - e_y) / B
-            chances.scatter_add_(2, targets.unsqueeze(2), minus)
+            chances.scatter_add_(2, labels, minus)
             torch.mul(chances, 1.0 / batch, out=at_logits)
             for call in calls_backward:
                 call()
@@ -238,6 +259,6 @@ def population_of(
     """The fastest population for these models: stacked if they are plain MLPs."""
     if autocast is None and models and all(plain_mlp(model) is not None for model in models):
         return StackedMLP(models, seeds)
-    population = ModulePopulation(models, seeds, batchnorm=batchnorm)
+    population = Population(models, seeds, batchnorm=batchnorm)
     population.autocast = autocast
     return population

@@ -6,6 +6,7 @@ float32 on the CPU, then converted.
 """
 
 from curvlab.nets.gpt import gpt
+from curvlab.nets.heads import MultiHead
 from curvlab.nets.kwinners import kwinners_mlp
 from curvlab.nets.mlp import mlp
 from curvlab.nets.powerprop import powerpropagate
@@ -15,6 +16,7 @@ from curvlab.nets.vit import vit_cifar
 
 __all__ = [
     "BatchNorm",
+    "MultiHead",
     "freeze_batch_norm",
     "gpt",
     "kwinners_mlp",

@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from curvlab.nets.heads import MultiHead
 from curvlab.nets.initialise import Seed, build
 
 
@@ -20,10 +21,11 @@ def mlp(
     depth: int | None = None,
     bias: bool = True,
     activation: Callable[[], nn.Module] = nn.ReLU,
+    tasks: int | None = None,
     seed: Seed = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-) -> nn.Sequential:
+) -> nn.Module:
     """``Linear``, activation, ``Linear``, ..., ``Linear``: inputs ``(N, sizes[0])`` to logits.
 
     Args:
@@ -32,14 +34,18 @@ def mlp(
         depth: Number of hidden layers, in place of those in ``sizes``.
         bias: Whether the linear layers have one.
         activation: Makes the module between linear layers, e.g. ``nn.Tanh``.
+        tasks: The last layer once for every task: ``forward(inputs, task)``
+            (:class:`~curvlab.nets.heads.MultiHead`). ``None`` shares one.
     """
     units = _units(list(sizes), width, depth)
 
-    def make() -> nn.Sequential:
+    def make() -> nn.Module:
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(units):
             layers += [nn.Linear(inputs, outputs, bias=bias), activation()]
-        return nn.Sequential(*layers[:-1])
+        if tasks is None:
+            return nn.Sequential(*layers[:-1])
+        return MultiHead(nn.Sequential(*layers[:-2]), units[-2], units[-1], tasks, bias=bias)
 
     return build(make, seed, dtype, device)
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from curvlab.nets.heads import MultiHead
 from curvlab.nets.initialise import Seed, build
 
 Block = Literal["stable", "gem"]
@@ -38,6 +39,7 @@ def slim_resnet18(
     nf: int = 20,
     blocks: Sequence[int] = (2, 2, 2, 2),
     channels: int = 3,
+    tasks: int | None = None,
     seed: Seed = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -45,12 +47,14 @@ def slim_resnet18(
     """Images ``(N, channels, H, W)`` to logits ``(N, classes)``.
 
     Args:
-        classes: Outputs of the single head.
+        classes: Outputs of a head.
         block: ``"stable"`` or ``"gem"``; see above.
         norm: ``"batch"``, ``"batch_untracked"``, ``"group"`` or ``"none"``; see above.
         nf: Channels of the first stage; each later stage doubles them.
         blocks: Blocks per stage; every stage but the first halves the image.
         channels: Of the images.
+        tasks: One head for every task: ``forward(images, task)``
+            (:class:`~curvlab.nets.heads.MultiHead`). ``None`` shares one.
     """
     if block not in _BLOCKS:
         raise ValueError(f"block= must be one of {list(_BLOCKS)}; got {block!r}")
@@ -61,12 +65,15 @@ def slim_resnet18(
             "classes=, nf=, channels= and every entry of blocks= must be at least 1; got "
             f"{classes}, {nf}, {channels}, {tuple(blocks)}"
         )
-    return build(
-        lambda: SlimResNet(_BLOCKS[block], _NORMS[norm], nf, blocks, channels, classes),
-        seed,
-        dtype,
-        device,
-    )
+
+    def make() -> nn.Module:
+        network = SlimResNet(_BLOCKS[block], _NORMS[norm], nf, blocks, channels, classes)
+        if tasks is None:
+            return network
+        network.head = nn.Identity()
+        return MultiHead(network, nf * 2 ** (len(blocks) - 1), classes, tasks)
+
+    return build(make, seed, dtype, device)
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -165,7 +172,7 @@ class SlimResNet(nn.Module):
                 stages.append(block(width, outputs, stride, normalise))
                 width = outputs
         self.blocks = nn.Sequential(*stages)
-        self.head = nn.Linear(width, classes)
+        self.head: nn.Module = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         if images.dim() != 4 or images.shape[1] != self.conv.in_channels:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, softmax
 
+from curvlab.nets.heads import MultiHead
 from curvlab.nets.initialise import Seed, build, normal_
 
 
@@ -25,6 +26,7 @@ def vit_cifar(
     side: int = 32,
     patch: int = 4,
     channels: int = 3,
+    tasks: int | None = None,
     seed: Seed = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -32,7 +34,7 @@ def vit_cifar(
     """Images ``(N, channels, side, side)`` to logits ``(N, classes)``.
 
     Args:
-        classes: Outputs of the single head.
+        classes: Outputs of a head.
         hidden: Features of a token; a multiple of ``heads``.
         depth: Number of blocks.
         heads: Of each attention; their number does not change the parameter count.
@@ -40,6 +42,8 @@ def vit_cifar(
         side: Pixels along an image's side; a multiple of ``patch``.
         patch: Pixels along a patch's side: the default makes 8 x 8 patches of 48 numbers.
         channels: Of the images.
+        tasks: One head for every task: ``forward(images, task)``
+            (:class:`~curvlab.nets.heads.MultiHead`). ``None`` shares one.
     """
     mlp = 4 * hidden if mlp is None else mlp
     if min(classes, hidden, heads, mlp, side, patch, channels) < 1 or depth < 0:
@@ -52,12 +56,15 @@ def vit_cifar(
         raise ValueError(f"hidden= must be a multiple of heads=; got {hidden} and {heads}")
     if side % patch:
         raise ValueError(f"side= must be a multiple of patch=; got {side} and {patch}")
-    return build(
-        lambda: VisionTransformer(classes, hidden, depth, heads, mlp, side, patch, channels),
-        seed,
-        dtype,
-        device,
-    )
+
+    def make() -> nn.Module:
+        network = VisionTransformer(classes, hidden, depth, heads, mlp, side, patch, channels)
+        if tasks is None:
+            return network
+        network.head = nn.Identity()
+        return MultiHead(network, hidden, classes, tasks)
+
+    return build(make, seed, dtype, device)
 
 
 class Attention(nn.Module):
@@ -125,7 +132,7 @@ class VisionTransformer(nn.Module):
         self.positions = nn.Parameter(torch.empty(1, count + 1, hidden))
         self.blocks = nn.Sequential(*(Encoder(hidden, heads, mlp) for _ in range(depth)))
         self.norm = nn.LayerNorm(hidden)
-        self.head = nn.Linear(hidden, classes)
+        self.head: nn.Module = nn.Linear(hidden, classes)
 
     def draw_(self, generator: torch.Generator) -> None:
         """Fill the class token and the positions, in place."""

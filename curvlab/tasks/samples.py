@@ -5,7 +5,7 @@ seed or a ``torch.Generator``, never from the global one.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,12 +72,22 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One task of a stream: targets of both parts are 0..classes-1, on one shared head."""
+    """One task of a stream: targets of both parts are 0..classes-1.
+
+    Attributes:
+        name: For people.
+        train: What is learned.
+        test: What is evaluated.
+        classes: That a head needs for this task.
+        labels: Which of the ``classes`` are this task's own, where one head has the classes of all
+            tasks (``split_classes(..., targets="all")``); ``None`` where all are.
+    """
 
     name: str
     train: Samples
     test: Samples
     classes: int
+    labels: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.train.inputs.shape[1:] != self.test.inputs.shape[1:]:
@@ -92,13 +102,19 @@ class Task:
                     f"task {self.name!r}: {part} targets run from {low} to {high}, but must lie in "
                     f"0..{self.classes - 1} (classes={self.classes}); remap them"
                 )
+            foreign = set() if self.labels is None else set(samples.targets.tolist())
+            if not foreign <= set(self.labels or ()):
+                raise ValueError(
+                    f"task {self.name!r}: {part} targets {sorted(foreign)} are not all among its "
+                    f"labels={self.labels}"
+                )
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "Task":
         """The task on ``device``, with inputs of ``dtype``."""
         train, test = self.train.to(device, dtype), self.test.to(device, dtype)
-        return Task(self.name, train, test, self.classes)
+        return replace(self, train=train, test=test)
 
 
 def minibatches(
@@ -176,15 +192,14 @@ def limit(
     """
     generator = _generator(seed)
     return [
-        Task(
-            task.name,
-            task.train
+        replace(
+            task,
+            train=task.train
             if train is None
             else subset(task.train, train, seed=generator, balanced=balanced),
-            task.test
+            test=task.test
             if test is None
             else subset(task.test, test, seed=generator, balanced=balanced),
-            task.classes,
         )
         for task in tasks
     ]

@@ -1,13 +1,15 @@
 """The paper's streams: rotated and permuted MNIST, split CIFAR-10 and CIFAR-100.
 
 Each function takes :class:`ImageData` and returns a list of :class:`Task` with float32 inputs in
-0..1 (or normalised) and targets 0..C-1 inside each task, for one head shared by all tasks.
+0..1 (or normalised) and targets 0..C-1 inside each task, for one head shared by all tasks or one
+head for each; split streams can also have targets that count over all tasks (``targets="all"``).
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from curvlab.tasks.rotation import rotated
 from curvlab.tasks.samples import Samples, Task
 
 Normalisation = tuple[Sequence[float], Sequence[float]]  # mean and deviation of each channel
+
+Targets = Literal["task", "all"]
 
 ANGLES = (-45.0, -22.5, 0.0, 22.5, 45.0)
 MNIST_NORMALISATION: Normalisation = ((0.1307,), (0.3081,))
@@ -126,10 +130,11 @@ def split_cifar10(
     per_task: int = 2,
     order: Sequence[int] | None = None,
     normalise: Normalisation | None = None,
+    targets: Targets = "task",
 ) -> list[Task]:
     """Five tasks of two classes; see :func:`split_classes`. ``None`` takes the embedded subset."""
     data = embedded_cifar10() if data is None else data
-    return split_classes(data, per_task, order=order, normalise=normalise)
+    return split_classes(data, per_task, order=order, normalise=normalise, targets=targets)
 
 
 def split_cifar100(
@@ -138,9 +143,10 @@ def split_cifar100(
     per_task: int = 5,
     order: Sequence[int] | None = None,
     normalise: Normalisation | None = None,
+    targets: Targets = "task",
 ) -> list[Task]:
     """Twenty tasks of five classes; see :func:`split_classes`."""
-    return split_classes(data, per_task, order=order, normalise=normalise)
+    return split_classes(data, per_task, order=order, normalise=normalise, targets=targets)
 
 
 def split_classes(
@@ -149,8 +155,9 @@ def split_classes(
     *,
     order: Sequence[int] | None = None,
     normalise: Normalisation | None = None,
+    targets: Targets = "task",
 ) -> list[Task]:
-    """Consecutive classes, ``per_task`` at a time, with targets 0..per_task-1 in each task.
+    """Consecutive classes, ``per_task`` at a time.
 
     Args:
         data: ``cifar10()``, ``cifar100()`` or any other.
@@ -158,7 +165,11 @@ def split_classes(
         order: The classes in the order in which they are dealt out; ``None`` is 0, 1, 2, ...
             A selection makes a shorter stream.
         normalise: ``None`` leaves 0..1; else e.g. ``CIFAR_NORMALISATION``.
+        targets: ``"task"`` counts 0..per_task-1 in each task, for one head shared by all or one
+            head for each; ``"all"`` counts on over the tasks, for one head with all classes.
     """
+    if targets not in ("task", "all"):
+        raise ValueError(f"targets= must be 'task' or 'all'; got {targets!r}")
     chosen = list(range(len(data.classes))) if order is None else [int(label) for label in order]
     if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(len(data.classes))):
         raise ValueError(
@@ -169,22 +180,27 @@ def split_classes(
     stream = []
     for start in range(0, len(chosen), per_task):
         labels = chosen[start : start + per_task]
-        train = _of_classes(data, "train", labels, normalise)
-        test = _of_classes(data, "test", labels, normalise)
+        first = start if targets == "all" else 0
+        train = _of_classes(data, "train", labels, first, normalise)
+        test = _of_classes(data, "test", labels, first, normalise)
         name = f"{data.name}: {', '.join(data.classes[label] for label in labels)}"
-        stream.append(Task(name, train, test, per_task))
+        if targets == "all":
+            own = tuple(range(start, start + per_task))
+            stream.append(Task(name, train, test, len(chosen), own))
+        else:
+            stream.append(Task(name, train, test, per_task))
     return stream
 
 
 def _of_classes(
-    data: ImageData, part: str, labels: list[int], normalise: Normalisation | None
+    data: ImageData, part: str, labels: list[int], first: int, normalise: Normalisation | None
 ) -> Samples:
     images = data.train_images if part == "train" else data.test_images
     original = data.train_labels if part == "train" else data.test_labels
     targets = torch.full((len(data.classes),), -1, device=original.device)
-    targets[labels] = torch.arange(len(labels), device=original.device)
+    targets[labels] = torch.arange(first, first + len(labels), device=original.device)
     remapped = targets[original]
-    counts = torch.bincount(remapped[remapped >= 0], minlength=len(labels))
+    counts = torch.bincount(remapped[remapped >= 0], minlength=first + len(labels))[first:]
     absent = [label for label, count in zip(labels, counts.tolist(), strict=True) if count == 0]
     if absent:
         raise DataError(

@@ -19,6 +19,8 @@ SETTINGS = (
     "dtype",
     "data",
     "autocast",
+    "loss",
+    "augment",
 )
 
 

@@ -43,12 +43,23 @@ def check(
                     f"{len(flawed)} {part} samples of task {task.name!r} hold NaN or infinity, the "
                     f"first is number {int(flawed[0])}: clean the data"
                 )
-    learner.expect(len(tasks))
-    one = tasks[0].train[:1].to(population.device, population.dtype)
-    outputs = population.logits(one.inputs, 0).shape[-1]
-    classes = max(task.classes for task in tasks)
-    if outputs < classes:
-        raise ValueError(f"the tasks have {classes} classes, but the model only {outputs} outputs")
+    population.meet(tasks)
+    learner.expect(population, tasks)
+    several = not population.uses.all_alike
+    if several and any(task.labels is not None for task in tasks):
+        raise ValueError(
+            "the network has several heads, and the tasks' targets count over all tasks: make the "
+            'stream with targets="task", or the network with one head for all classes'
+        )
+    for index, task in enumerate(tasks):
+        if index and not several:
+            break
+        outputs = population.logits(task.train.inputs[:1], index).shape[-1]
+        classes = task.classes if several else max(task.classes for task in tasks)
+        if outputs < classes:
+            raise ValueError(
+                f"the tasks have {classes} classes, but the model only {outputs} outputs"
+            )
 
 
 @contextmanager

@@ -1,136 +1,32 @@
-"""``learn``: the one training loop, for every learner, network and number of seeds."""
+"""The one training loop, for every learner, network and number of seeds."""
 
-import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from curvlab.learners import Learner, Population, Step
-from curvlab.learners.rooms import rooms
-from curvlab.learners.stacked import population_of
-from curvlab.learners.statistics import BatchNormPolicy
+from curvlab.learners.seeds import derived_generator
 from curvlab.tasks.samples import Samples, Task
+from curvlab.training.augment import Augment
 from curvlab.training.batches import seed_batches, steps_per_epoch
 from curvlab.training.branch import check_branch
-from curvlab.training.checks import advice_on_memory, check
 from curvlab.training.evaluate import Evaluation
 from curvlab.training.interrupt import StopRequest, deferred_interrupt
 from curvlab.training.progress import Progress
-from curvlab.training.record import Checkpoint, Record, data_digest, tensor_bytes
+from curvlab.training.record import Checkpoint, Record, data_digest
 from curvlab.training.run import Run
 from curvlab.training.schedule import Schedule
 from curvlab.training.step import take_step
 
-Models = Population | nn.Module | Sequence[nn.Module] | Callable[[int], nn.Module]
-
-
-def learn(
-    models: Models,
-    tasks: Sequence[Task],
-    learner: Learner,
-    schedule: Schedule,
-    *,
-    seeds: int | Sequence[int] | None = None,
-    batch_size: int = 10,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    batchnorm: BatchNormPolicy | None = None,
-    autocast: torch.dtype | None = None,
-    evaluation: Evaluation | None = None,
-    snapshots: bool = True,
-    first: Sequence[Run] | None = None,
-    after_last: bool = True,
-    checkpoint: str | Path | None = None,
-    checkpoint_every: int | None = None,
-    progress: bool | None = None,
-) -> list[Run]:
-    """Train S runs on the tasks, one task after the other.
-
-    The runs differ in their seed: its model, its order of samples, its random subsets. They are
-    trained side by side and each gives what it would give alone: on a CPU, the same bits.
-
-    Args:
-        models: A function from a seed to a model, such as ``lambda seed: mlp(seed=seed)``; or the
-            models themselves, one per seed; or a population. They are trained in place.
-        tasks: The stream. Inputs are moved to the models' device and dtype.
-        learner: A fresh one: it holds the memory of these runs.
-        schedule: Rates and epochs.
-        seeds: Of the runs; leave out for a population, which has its own.
-        batch_size: The last batch of an epoch may be shorter.
-        momentum: Of the heavy ball, whose buffer starts at zero with every task.
-        weight_decay: L2, added to the gradient before the learner transforms it.
-        batchnorm: Policy for running statistics; required for models that have any.
-        autocast: ``torch.bfloat16`` computes the gradients of training under ``torch.autocast``;
-            parameters, updates, evaluation and the learner's own work keep the models' dtype.
-        evaluation: What is measured after every task.
-        snapshots: Keep the parameters after every task in the :class:`Run`.
-        first: Runs of SGD on the first task alone, one per seed, from the same models, data and
-            settings. Training goes on from them, to the same bits as from the start; only for
-            learners whose first task is plain SGD (``learner.serves_later_tasks``).
-        after_last: ``False`` leaves out ``learner.after_task`` of the last task, such as a Hessian
-            that no later task needs; only for the same learners.
-        checkpoint: A file, replaced after every task and at Ctrl-C. If it exists, training goes on
-            from it; it must come from the same settings, models and data.
-        checkpoint_every: Steps of a task after which the file is replaced too.
-        progress: One line per task on stderr; ``None`` shows it on a terminal only.
-
-    Returns:
-        One :class:`Run` per seed, in their order.
-    """
-    population = _population(models, seeds, batchnorm, autocast)
-    evaluation = Evaluation() if evaluation is None else evaluation
-    check(population, tasks, learner, batch_size, momentum, weight_decay, checkpoint_every)
-    if (first is not None or not after_last) and not learner.serves_later_tasks:
-        raise ValueError(
-            f"first= and after_last=False are for learners that train the first task as SGD does "
-            f"and consolidate for later tasks only; {type(learner).__name__} does not"
-        )
-    tasks = [task.to(population.device, population.dtype) for task in tasks]
-    config: dict[str, Any] = {
-        **learner.config(),
-        "schedule": asdict(schedule),
-        "batch_size": batch_size,
-        "momentum": momentum,
-        "weight_decay": weight_decay,
-        "batchnorm": population.statistics.policy,
-        "evaluation": asdict(evaluation),
-        "snapshots": snapshots,
-        "parameters": population.n,
-        "dtype": str(population.dtype),
-        "tasks": [task.name for task in tasks],
-    }
-    if autocast is not None:  # absent otherwise: runs made before there was a choice stay valid
-        config["autocast"] = str(autocast)
-    population.velocity = None
-    if momentum > 0.0:
-        population.velocity = rooms(population.size, population.n, like=population.parameters)
-    record = Record.start(population, tasks)
-    file = None
-    if checkpoint is not None:
-        initial = hashlib.sha256(tensor_bytes(population.parameters)).hexdigest()[:16]
-        identity = {"seeds": list(population.seeds), "data": data_digest(tasks), "initial": initial}
-        file = Checkpoint(Path(checkpoint), config | identity)
-        file.restore(record, population, learner)
-    loop = _Loop(population, learner, schedule, record, file, batch_size, momentum, weight_decay)
-    bar = Progress(len(tasks), progress)
-    if first is not None and (record.task, record.step) == (0, 0):
-        loop.adopt(first, config, tasks[0])
-    for index in range(record.task, len(tasks)):
-        final = index == len(tasks) - 1 and not after_last
-        with advice_on_memory(population, learner, batch_size):
-            loop.train(index, tasks[index], bar, checkpoint_every)
-            loop.consolidate(index, tasks, evaluation, snapshots, remember=not final)
-        bar.end(_summary(record, index))
-    return record.runs(population, learner, config | {"data": data_digest(tasks)})
-
 
 @dataclass(slots=True)
-class _Loop:
+class Loop:
+    """All steps of the tasks, and what comes between them."""
+
     population: Population
     learner: Learner
     schedule: Schedule
@@ -139,6 +35,7 @@ class _Loop:
     batch_size: int
     momentum: float
     weight_decay: float
+    augment: Augment | None = None
     counted: float = field(default_factory=time.process_time)  # up to where timings reach
 
     def count(self) -> None:
@@ -160,6 +57,8 @@ class _Loop:
         )
         # no seconds: they are the first task's own run's
         self.record.timings.append({"train_seconds": 0.0, "transform_seconds": 0.0})
+        self.record.curve.begin_task()
+        self.record.curve.tasks[0] = torch.stack([run.losses[0] for run in runs])
         per_epoch = steps_per_epoch(task.train, self.batch_size)
         self.record.step = per_epoch * self.schedule.epochs_of(0)
 
@@ -173,6 +72,8 @@ class _Loop:
             self.population.train_mode(False)
             self.learner.before_task(self.population, index, task.train)
             self.record.timings.append({"train_seconds": 0.0, "transform_seconds": 0.0})
+            self.record.curve.begin_task()
+        self.population.seen = []
         bar.begin(index, task.name, steps, self.record.step)
         if self.file is None:
             self._epochs(index, task.train, epochs, per_epoch, bar, every, StopRequest())
@@ -194,15 +95,15 @@ class _Loop:
         steps = per_epoch * epochs
         begun = time.perf_counter()
         for epoch in range(record.step // per_epoch, epochs):
-            lr = self.schedule.lr_at(index, epoch)
             start = record.step - epoch * per_epoch
             for inputs, targets in seed_batches(
                 samples, self.population.seeds, self.batch_size,
                 task=index, epoch=epoch, start=start,
             ):  # fmt: skip
+                lr = self.schedule.lr_at(index, epoch, record.step / steps)
                 step = Step(index, record.step, steps, epoch, epochs, lr)
                 timing["transform_seconds"] += take_step(
-                    self.population, self.learner, inputs, targets, step,
+                    self.population, self.learner, self._augmented(inputs, step), targets, step,
                     momentum=self.momentum, weight_decay=self.weight_decay,
                 )  # fmt: skip
                 record.step += 1
@@ -213,11 +114,30 @@ class _Loop:
                     timing["train_seconds"] += now - begun
                     begun = now
                     self.count()
+                    record.curve.add(self.population.losses())
+                    if record.step % per_epoch == 0:
+                        record.curve.end_epoch(per_epoch)
                     self.file.save(record, self.population, self.learner)
                     if stop.requested:
                         raise KeyboardInterrupt
+            record.curve.add(self.population.losses())
+            record.curve.end_epoch(per_epoch)
             self._check_finite(index, epoch)
         timing["train_seconds"] += time.perf_counter() - begun
+
+    def _augmented(self, inputs: Tensor, step: Step) -> Tensor:
+        if self.augment is None:
+            return inputs
+        changed = [
+            self.augment(one, derived_generator(seed, "augment", step.task, step.step))
+            for seed, one in zip(self.population.seeds, inputs, strict=True)
+        ]
+        if any(one.shape != inputs.shape[1:] for one in changed):
+            raise ValueError(
+                f"augment= must keep the shape {tuple(inputs.shape[1:])} of a batch; it gave "
+                f"{tuple(changed[0].shape)}"
+            )
+        return torch.stack(changed)
 
     def _check_finite(self, index: int, epoch: int) -> None:
         finite = self.population.parameters.isfinite().all(1).tolist()
@@ -252,8 +172,7 @@ class _Loop:
             )
         trained = time.perf_counter()
         for o in range(len(tasks) if evaluation.future else index + 1):
-            weights = self.learner.weights_for(population, o)
-            row = evaluation.measure(population, weights, tasks[o], o)
+            row = evaluation.measure(population, self.learner, tasks, o, index)
             for name, values in row.items():
                 record.matrices[name][:, index, o] = values
         timing["after_task_seconds"] = trained - begun
@@ -270,37 +189,8 @@ class _Loop:
             self.file.save(record, population, self.learner)
 
 
-def _population(
-    models: Models,
-    seeds: int | Sequence[int] | None,
-    batchnorm: BatchNormPolicy | None,
-    autocast: torch.dtype | None,
-) -> Population:
-    if autocast not in (None, torch.bfloat16):
-        raise ValueError(
-            f"autocast= is None or torch.bfloat16; got {autocast} (float16 needs a loss scale, "
-            f"which learn has not; for float64 convert the models)"
-        )
-    if isinstance(models, Population):
-        if seeds is not None or batchnorm is not None or autocast is not None:
-            raise ValueError(
-                "a population brings its seeds, its batchnorm policy and its autocast: leave them "
-                "out"
-            )
-        return models
-    if seeds is None:
-        raise ValueError("learn needs seeds=, one per model, such as seeds=(11, 13, 21, 33, 55)")
-    chosen = [seeds] if isinstance(seeds, int) else list(seeds)
-    if isinstance(models, nn.Module):
-        made: list[nn.Module] = [models]
-    elif callable(models):
-        made = [models(seed) for seed in chosen]
-    else:
-        made = list(models)
-    return population_of(made, chosen, batchnorm=batchnorm, autocast=autocast)
-
-
-def _summary(record: Record, index: int) -> str:
+def summary(record: Record, index: int) -> str:
+    """The line of a task that is done."""
     rows = record.matrices["test_accuracy"][:, index]
     timing = record.timings[-1]
     return (

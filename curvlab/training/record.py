@@ -13,6 +13,7 @@ from torch import Tensor
 from curvlab.learners import Learner, Population
 from curvlab.storage import StorageError, load_tensors, save_tensors
 from curvlab.tasks.samples import Task
+from curvlab.training.curve import Curve
 from curvlab.training.run import MATRICES, Run
 
 
@@ -23,6 +24,7 @@ class Record:
     names: tuple[str, ...]
     initial: Tensor
     matrices: dict[str, Tensor]
+    curve: Curve
     snapshots: list[Tensor] = field(default_factory=list)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     timings: list[dict[str, float]] = field(default_factory=list)
@@ -38,6 +40,7 @@ class Record:
             matrices={
                 name: torch.full(shape, float("nan"), dtype=torch.float64) for name in MATRICES
             },
+            curve=Curve(population.size),
         )
 
     def runs(self, population: Population, learner: Learner, config: dict[str, Any]) -> list[Run]:
@@ -55,6 +58,7 @@ class Record:
                     for name in (self.buffers[0] if self.buffers else {})
                 },
                 notes=[_of_seed(note, s, population.size) for note in notes],
+                losses=[of_task[s] for of_task in self.curve.tasks],
                 config={**config, "seed": seed},
                 **{name: matrix[s] for name, matrix in self.matrices.items()},
             )
@@ -79,6 +83,7 @@ class Checkpoint:
         tensors = {f"population/{k}": v for k, v in population.state().items()}
         tensors |= {f"learner/{k}": v for k, v in learner.state().items()}
         tensors |= {f"matrices/{k}": v for k, v in record.matrices.items()}
+        tensors |= {f"curve/{k}": v for k, v in record.curve.state().items()}
         tensors["initial"] = record.initial
         for t, snapshot in enumerate(record.snapshots):
             tensors[f"snapshots/{t}"] = snapshot
@@ -109,6 +114,7 @@ class Checkpoint:
         record.timings = manifest["timings"]
         record.initial = tensors["initial"]
         record.matrices = _below(tensors, "matrices/")
+        record.curve.load_state(_below(tensors, "curve/"))
         count = sum(name.startswith("snapshots/") for name in tensors)
         record.snapshots = [tensors[f"snapshots/{t}"] for t in range(count)]
         done = len([timing for timing in record.timings if "evaluate_seconds" in timing])

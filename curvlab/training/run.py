@@ -5,11 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from curvlab.storage import load_tensors, save_tensors
 
-MATRICES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
+MATRICES = (
+    "train_loss",
+    "train_accuracy",
+    "test_loss",
+    "test_accuracy",
+    "task_accuracy",
+    "class_accuracy",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,10 +34,16 @@ class Run:
         train_accuracy: ``(T, T)``.
         test_loss: ``(T, T)``.
         test_accuracy: ``(T, T)``.
+        task_accuracy: ``(T, T)``, among the classes of the sample's own task (task-incremental).
+            NaN where tasks share their classes on one head, as does the next one.
+        class_accuracy: ``(T, T)``, among the classes of all tasks learned so far, without being
+            told the task (class-incremental): with several heads, each answers for its own classes.
         initial: ``(P,)``, parameters before the first task.
         snapshots: ``(T, P)``, parameters after each task (as the learner left them); ``(0, P)``
             if they were not kept.
         buffers: Buffers of the model after each task, ``(T, ...)`` by name; empty without any.
+        losses: For each task the loss while training, ``(epochs, points)``: means over at most
+            100 stretches of an epoch.
         notes: One dictionary per task: the learner's own (directions kept, bytes), and the loop's
             ``steps``, ``train_seconds``, ``transform_seconds`` (in ``learner.transform_``; on a
             GPU the time to launch it), ``after_task_seconds``, ``evaluate_seconds`` and, over all
@@ -43,9 +57,12 @@ class Run:
     train_accuracy: Tensor
     test_loss: Tensor
     test_accuracy: Tensor
+    task_accuracy: Tensor
+    class_accuracy: Tensor
     initial: Tensor
     snapshots: Tensor
     buffers: dict[str, Tensor]
+    losses: list[Tensor]
     notes: list[dict[str, Any]]
     config: dict[str, Any]
 
@@ -53,6 +70,7 @@ class Run:
         """Write the run to one file (safetensors, JSON manifest); ``about`` adds facts to it."""
         tensors = {name: getattr(self, name) for name in (*MATRICES, "initial", "snapshots")}
         tensors |= {f"buffers/{name}": value for name, value in self.buffers.items()}
+        tensors |= {f"losses/{t}": value for t, value in enumerate(self.losses)}
         manifest = {
             "seed": self.seed,
             "tasks": list(self.tasks),
@@ -66,12 +84,18 @@ class Run:
     def load(cls, path: str | Path) -> "Run":
         """Read a file written by :meth:`save`."""
         tensors, manifest = load_tensors(path, "run")
-        fields = {name: tensors[name] for name in (*MATRICES, "initial", "snapshots")}
+        # a run kept before these were measured has none of them
+        unknown = torch.full_like(tensors["test_accuracy"], float("nan"))
+        fields = {name: tensors.get(name, unknown) for name in MATRICES}
+        fields |= {name: tensors[name] for name in ("initial", "snapshots")}
+        nothing = torch.zeros(0, 0, dtype=torch.float64)
+        losses = [tensors.get(f"losses/{t}", nothing) for t in range(len(manifest["tasks"]))]
         prefix = "buffers/"
         return cls(
             seed=manifest["seed"],
             tasks=tuple(manifest["tasks"]),
             buffers={k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)},
+            losses=losses,
             notes=manifest["notes"],
             config=manifest["config"],
             **fields,

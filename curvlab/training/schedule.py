@@ -1,7 +1,11 @@
 """Learning rates and epochs in the paper's notation: {r1, r2:T}, {e1, e2:T}, "a/b"."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from curvlab.learners.described import described
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,9 @@ class Schedule:
         decay_at_later: The same in the later tasks; ``None`` keeps ``decay_at`` if the later tasks
             are not given a length of their own, and else has no decay.
         decay: The factor. The paper does not state it.
+        scale: Any other course: a function of the task and of the part of its steps that is done,
+            in [0, 1), whose value multiplies the rate of every step. Half a cosine is
+            ``lambda task, done: 0.5 * (1 + math.cos(math.pi * done))``.
     """
 
     lr: float
@@ -26,6 +33,7 @@ class Schedule:
     decay_at: tuple[int, ...] = ()
     decay_at_later: tuple[int, ...] | None = None
     decay: float = 0.1
+    scale: Callable[[int, float], float] | None = None
 
     def __post_init__(self) -> None:
         for name, rate in (("lr", self.lr), ("lr_later", self.lr_later), ("decay", self.decay)):
@@ -72,11 +80,32 @@ class Schedule:
             return self.decay_at_later
         return self.decay_at if self.epochs_later is None else ()
 
-    def lr_at(self, task: int, epoch: int) -> float:
-        """The rate in epoch ``epoch`` (from 0) of task ``task`` (from 0)."""
+    def lr_at(self, task: int, epoch: int, done: float = 0.0) -> float:
+        """The rate in epoch ``epoch`` of task ``task``, both from 0.
+
+        Args:
+            task: Its index.
+            epoch: Of the task.
+            done: Part of the task's steps that lie behind, for ``scale``.
+        """
         rate = self.lr if task == 0 or self.lr_later is None else self.lr_later
         passed = sum(epoch >= point for point in self.decay_points_of(task))
-        return float(rate * self.decay**passed)
+        rate = float(rate * self.decay**passed)
+        if self.scale is None:
+            return rate
+        factor = float(self.scale(task, done))
+        if not 0.0 <= factor < float("inf"):
+            raise ValueError(
+                f"Schedule(scale=) must give a factor of at least 0; for task {task} at {done:g} "
+                f"of its steps it gave {factor}"
+            )
+        return rate * factor
+
+    def config(self) -> dict[str, Any]:
+        """JSON-able, to be kept and compared."""
+        settings = asdict(replace(self, scale=None))
+        del settings["scale"]
+        return settings if self.scale is None else settings | {"scale": described(self.scale)}
 
 
 def _members(text: str, name: str) -> list[str]:

@@ -1,10 +1,11 @@
 """One step of all runs: the gradient, what the learner makes of it, the update."""
 
 import time
+from functools import partial
 
 from torch import Tensor
 
-from curvlab.learners import Learner, Population, Step
+from curvlab.learners import Batch, Learner, Population, Step
 
 
 def take_step(
@@ -29,9 +30,15 @@ def take_step(
         weight_decay: As in :func:`learn`.
     """
     velocity = population.velocity
-    population.gradient_(inputs, targets, step.task, step.step)
+    population.batch = Batch(inputs, targets, step)
+    # a learner without a loss of its own leaves the way to the gradient to the population
+    own = type(learner).loss is not Learner.loss
+    objective = partial(learner.loss, population) if own else None
+    population.gradient_(inputs, targets, step.task, step.step, objective)
     if weight_decay:
         population.gradients.add_(population.parameters, alpha=weight_decay)
+        for where in population.uses.unused(step.task):
+            population.gradients[:, where] = 0.0  # as in PyTorch: without a gradient, no decay
     begun = time.perf_counter()
     learner.transform_(population)
     seconds = time.perf_counter() - begun

@@ -1,0 +1,61 @@
+"""DER: dark experience replay. Old samples are kept with the logits they had, which must not move.
+
+To the loss is added ``alpha`` times the mean squared change of the logits of samples drawn from a
+reservoir; with ``beta`` above 0 (DER++) also ``beta`` times their loss. The logits kept are those
+of the step in which a sample was learned, before its update.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from curvlab.learners.er import ER
+from curvlab.learners.population import Population
+from curvlab.learners.step import Step
+
+
+class DER(ER):
+    """Dark experience replay.
+
+    Args:
+        size: Samples kept per run.
+        alpha: Weight of the squared change of logits.
+        beta: Weight of the samples' loss; above 0 this is DER++.
+        batch: Samples drawn in every step.
+    """
+
+    def __init__(
+        self, size: int = 200, *, alpha: float = 0.3, beta: float = 0.0, batch: int = 10
+    ) -> None:
+        super().__init__(size, batch=batch)
+        if alpha < 0.0 or beta < 0.0:
+            raise ValueError(f"alpha= and beta= must be at least 0; got {alpha} and {beta}")
+        self.alpha, self.beta = alpha, beta
+        self._logits: list[Tensor] = []  # of the present step
+
+    def loss(self, population: Population, s: int, logits: Tensor) -> Tensor:
+        total = super(ER, self).loss(population, s, logits)
+        if s == 0:
+            self._logits = []
+        self._logits.append(logits.detach().clone())
+        if population.batch is None:
+            return total
+        drawn_parts = self.memory.draw(population, s, self.batch, population.batch)
+        count = sum(len(drawn["targets"]) for _, drawn in drawn_parts)
+        for task, drawn in drawn_parts:
+            again = population.answer(s, drawn["inputs"], task)
+            share = len(again) / count
+            total = total + self.alpha * share * mse_loss(again, drawn["logits"])
+            if self.beta:
+                total = total + self.beta * share * population.loss(again, drawn["targets"])
+        return total
+
+    def after_step(self, population: Population, step: Step) -> None:
+        del step
+        if population.batch is not None:
+            self.memory.add(population, population.batch, logits=torch.stack(self._logits))
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "alpha": self.alpha, "beta": self.beta}

@@ -1,0 +1,61 @@
+"""ER: experience replay. Every step also learns from a few samples of the stream so far.
+
+The samples are a reservoir: after N of them each is kept with the same probability. What is
+minimised is the mean loss over the batch and the samples drawn, each on its own task's head if
+there are several. They pass through the network after the batch, not with it: the two differ where
+layers mix the samples of a batch (BatchNorm). Inputs are kept as they were learned from, augmented.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from curvlab.learners.base import Learner
+from curvlab.learners.population import Population
+from curvlab.learners.reservoir import Reservoir
+from curvlab.learners.step import Step
+from curvlab.tasks.samples import Samples
+
+
+class ER(Learner):
+    """Experience replay.
+
+    Args:
+        size: Samples kept per run.
+        batch: Samples drawn in every step.
+    """
+
+    def __init__(self, size: int = 200, *, batch: int = 10) -> None:
+        super().__init__()
+        if batch < 1:
+            raise ValueError(f"batch= is a number of samples; got {batch}")
+        self.batch, self.memory = batch, Reservoir(size)
+
+    def loss(self, population: Population, s: int, logits: Tensor) -> Tensor:
+        own = super().loss(population, s, logits)
+        if population.batch is None:
+            return own
+        total, count = own * len(logits), len(logits)
+        for task, drawn in self.memory.draw(population, s, self.batch, population.batch):
+            again = population.answer(s, drawn["inputs"], task)
+            total = total + population.loss(again, drawn["targets"]) * len(again)
+            count += len(again)
+        return total / count
+
+    def after_step(self, population: Population, step: Step) -> None:
+        del step
+        if population.batch is not None:
+            self.memory.add(population, population.batch)
+
+    def after_task(self, population: Population, task: int, samples: Samples) -> None:
+        del population, task, samples
+        self.notes.append({"kept": len(self.memory), "memory_bytes": self.memory.bytes})
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "size": self.memory.size, "batch": self.batch}
+
+    def state(self) -> dict[str, Tensor]:
+        return self.memory.state()
+
+    def load_state(self, population: Population, tensors: dict[str, Tensor]) -> None:
+        self.memory.load_state(population, tensors)

@@ -1,0 +1,37 @@
+"""Where training is, and the batch it is at."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where training is; all counts start at 0 with every task."""
+
+    task: int
+    step: int
+    steps: int
+    epoch: int
+    epochs: int
+    lr: float
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether this is the last step of its epoch."""
+        return (self.step + 1) % (self.steps // self.epochs) == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What all runs learn from in one step.
+
+    Attributes:
+        inputs: Shape ``(S, B, ...)``, each run its own, augmented if there is an augmentation.
+        targets: Shape ``(S, B)``.
+        step: Where this is.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    step: Step
