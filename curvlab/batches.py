@@ -55,19 +55,24 @@ class Batches:
 
         ``None`` gives the batches as they were given. A batch that cannot be cut stays whole.
         """
-        pieces = []
+        return list(self._cut(size))
+
+    def first(self, size: int | None) -> Any:
+        """The first of :meth:`pieces`; the others are not made."""
+        return next(self._cut(size))
+
+    def _cut(self, size: int | None) -> Iterator[Any]:
         for batch, sizes in zip(self.joined, self.sizes, strict=True):
             if sizes is None:
-                pieces.append(batch)
+                yield batch
                 continue
             total = sum(sizes)
             count = -(-total // size) if size else 0
             steps = [total * (i + 1) // count - total * i // count for i in range(count)]
             start = 0
             for step in steps if size else sizes:
-                pieces.append(rows(batch, slice(start, start + step)))
+                yield rows(batch, slice(start, start + step))
                 start += step
-        return pieces
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> "Batches":
         """On ``device``; floating-point tensors in ``dtype`` when one is given."""

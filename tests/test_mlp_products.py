@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from curvlab.nets import mlp
+from curvlab.operators import GaussNewton, Hessian
+from curvlab.operators.problem import TRIED, Chunk
 from curvlab.operators.products import mlp as engine
 from curvlab.operators.products import mlp_workspace
+from curvlab.operators.products.memory import LiveBytes
 from curvlab.parameters import layout_of, select_parameters
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -239,3 +243,23 @@ def test_a_block_of_the_wrong_shape_is_refused_by_name():
     for wrong in (torch.zeros(43), torch.zeros(2, 42)):
         with pytest.raises(ValueError, match=r"\(b, 43\)"):
             ours.hessian(wrong)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.Identity])
+@pytest.mark.parametrize("widths", [(3, 2), (10, 50, 5), (200, 7, 90, 3)])
+def test_a_product_takes_at_most_what_the_plan_says(widths, activation):
+    layers = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), activation()]
+    data = torch.randn(300, widths[0]), torch.randint(widths[-1], (300,))
+    model = nn.Sequential(*layers[:-1])
+    for operator in (kind(model, nn.CrossEntropyLoss(), data) for kind in (Hessian, GaussNewton)):
+        cost = operator.plan.cost(4)
+        for samples in (1, 37, 300):
+            chunk = Chunk(tuple(part[:samples] for part in data), number=TRIED)
+            with LiveBytes() as live:
+                product = operator._build(chunk)
+                kept = live.live
+                product(torch.ones(1, operator.n))
+            assert kept <= cost.kept(samples)
+            assert live.peak <= cost.peak(samples)

@@ -23,7 +23,7 @@ STEPS = {torch.float64: (1e-6, 1e-3), torch.float32: (3e-3, 5e-2)}
 
 def compare(problem: Problem) -> Iterator[Finding]:
     """Compare first and second derivatives on the first samples with central differences."""
-    batch = problem.batches.pieces(None if problem.whole else 16)[0]
+    batch = problem.batches.first(None if problem.whole else 16)
     chunk = Chunk(batch)
     inside = problem.computed_in
     if inside == torch.float64 and coarse(problem, batch):

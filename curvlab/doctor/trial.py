@@ -34,7 +34,7 @@ def look(
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if any(norm.running_mean is None for norm in norms):
         mode = ["batch-statistics", *(["frozen-masks"] if "frozen-masks" in policies else [])]
-    whole, few = batches.pieces(None)[0], batches.pieces(SAMPLES)[0]
+    whole, few = batches.first(None), batches.first(SAMPLES)
     few = whole if chunk == "batch" or not _runs(model, loss, few, mode, options) else few
     options = {**options, "mode": mode}
     try:

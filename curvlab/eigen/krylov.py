@@ -166,12 +166,12 @@ class Krylov:
         """
         if not self._pending:
             return True
-        lengths = [column.shape[0] for _, column in self._pending]
-        together = torch.cat([column for _, column in self._pending]).cpu()
         pending, self._pending = self._pending, []
-        for (j, _), column in zip(pending, torch.split(together, lengths), strict=True):
-            if not bool(torch.isfinite(column).all()):
-                raise OperatorError(_NOT_FINITE)
+        columns = [column for _, column in pending]
+        if columns[0].device.type != "cpu":
+            together, lengths = torch.cat(columns).cpu(), [len(column) for column in columns]
+            columns = list(torch.split(together, lengths))
+        for (j, _), column in zip(pending, columns, strict=True):
             # j + f rows stood before the product, where f is the number of frontier rows
             size = column.shape[0] - 1
             self._record(j, column, size + 1)
@@ -184,9 +184,12 @@ class Krylov:
         return True
 
     def _record(self, j: int, column: Tensor, size: int) -> None:
+        length = math.sqrt(float(column @ column))
+        if not math.isfinite(length):
+            raise OperatorError(_NOT_FINITE)
+        self.norm = max(self.norm, length)
         self.coupling[:, j] = 0.0
         self.coupling[:size, j] = column
-        self.norm = max(self.norm, float(torch.linalg.vector_norm(column)))
         if j == 0:
             return
         difference = column[:j] - self.coupling[j, :j]
@@ -199,7 +202,7 @@ class Krylov:
             self.coupling[j, :j] += shared
             difference = difference - shared
             unknown = len(self.aside_coupling)
-        self.asymmetry_squares += float(difference.square().sum())
+        self.asymmetry_squares += float(difference @ difference)
         self.asymmetry_count += max(0, j - unknown)
 
     def set_aside(self) -> None:

@@ -215,7 +215,7 @@ class Solver:
             worst: Residual of the wanted pair that is farthest from converging, in units of what
                 is allowed; at most 1 where the next step may end the search.
         """
-        wait = int(math.log(min(worst, 1e30)) / math.log(FASTEST)) if worst > 1.0 else 1
+        wait = math.ceil(math.log(min(worst, 1e30)) / math.log(FASTEST)) if worst > 1.0 else 1
         stride = max(self.request.stride, self.krylov.multiplied // 64)
         self.next_look = self.products.count + max(stride, wait)
 

@@ -78,18 +78,29 @@ def _attempt(operator: "Curvature") -> Trial:
         vector[row] = 0.0
     while True:
         chunk = Chunk(_some(operator, samples, size), number=TRIED)
-        with memory.LiveBytes() as live:
-            product = operator._build(chunk)
-            kept = live.live
-            image = product(vector[None])[0]
+        units = size if samples is not None else 1
+        product, image, bound = _measured(operator, chunk, vector, units)
         finite = bool(image.isfinite().all())
         if samples is None or size == samples or (finite and bool((image != 0).any())):
             if not finite:
                 require_finite_loss(chunk, operator.problem.value(chunk.batch, 0))
-            units = size if samples is not None else 1
-            bound = memory.Cost(0.0, kept / units, 0.0, live.peak / units)
             return Trial(chunk, product, vector, image, bound, units)
         size = min(samples, 8 * size)
+
+
+def _measured(
+    operator: "Curvature", chunk: Chunk, vector: Tensor, units: int
+) -> tuple[Product, Tensor, memory.Cost]:
+    """The chunk's product, its image of ``vector``, and what chunks take, at most."""
+    if operator.plan is not None and operator._engine == "mlp":
+        # Counting every tensor takes longer than the product, and the layers tell as much.
+        product = operator._build(chunk)
+        return product, product(vector[None])[0], operator.plan.cost(operator.dtype.itemsize)
+    with memory.LiveBytes() as live:
+        product = operator._build(chunk)
+        kept = live.live
+        image = product(vector[None])[0]
+    return product, image, memory.Cost(0.0, kept / units, 0.0, live.peak / units)
 
 
 def _constant_rows(operator: "Curvature") -> Iterator[slice]:

@@ -31,7 +31,7 @@ REDUCTIONS: tuple[Reduction, Reduction] = ("mean", "sum")
 
 def require_deterministic(problem: "Problem") -> None:
     """Raise if the loss is random, or does not depend on the selected parameters."""
-    batch = problem.batches.pieces(None if problem.whole else FEW)[0]
+    batch = problem.batches.first(None if problem.whole else FEW)
     copied = map_tensors(batch, torch.clone)
     once = problem.depend(copied)
     problem.inputs_change = any(tensor._version for tensor in tensors(copied))

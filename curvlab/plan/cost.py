@@ -62,12 +62,12 @@ def measured(
     if most is None:
         raise ValueError("plan needs batches whose samples can be counted: cut them yourself")
     if options.get("chunk") == "batch":  # which has no smaller parts
-        first = batches.pieces(None)[0]
+        first = batches.first(None)
         small = large = sample_count(first) or 1
     else:
         large = min(most, LARGE)
         small = max(1, min(SMALL, large // 2))
-        first = batches.pieces(large)[0]
+        first = batches.first(large)
     try:
         kind(model, loss, [rows(first, slice(0, small))], **options)  # first use of everything
     except (AssertionError, LookupError, RuntimeError) as error:

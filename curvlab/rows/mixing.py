@@ -9,6 +9,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from curvlab.rows.orthonormal import Rows
 
+CHUNK = 1 << 12  # columns taken to float64 at a time: they stay in the cache
+
 
 def mix(rows: "Rows", weights: Tensor) -> None:
     """See :meth:`Rows.mix`."""
@@ -35,6 +37,11 @@ def combine(rows: "Rows", weights: Tensor, dtype: torch.dtype) -> Tensor:
         ops.mix_(whole[0][:m], given, found)
         return found
     total = torch.zeros(p, rows.width, dtype=torch.float64, device=rows.device)
+    if whole is not None and rows.factor is None:
+        for start in range(0, rows.width, CHUNK):
+            columns = slice(start, min(start + CHUNK, rows.width))
+            torch.mm(given, whole[0][:m, columns].double(), out=total[:, columns])
+        return total.to(dtype)
     for index in range(m):  # a row at a time: they are not all at hand
         total.addr_(given[:, index], rows.rows(index, index + 1)[0].double())
     return total.to(dtype)

@@ -47,7 +47,10 @@ class Projector:
         if dtype not in WORKING:
             self.factor = torch.zeros(0, 0, dtype=torch.float64, device=self.device)
         self._local, self._one = not self.space.sharded, torch.Size([self.width])
-        self._kernel: Callable[..., Tensor] = ops.backend(self.device.type).project_
+        # what is called most often goes straight to the kernel, without the checks of ops
+        kernels = ops.backend(self.device.type)
+        self._kernel: Callable[..., Tensor] = kernels.project_
+        self._step: Callable[..., tuple[Tensor, Tensor, Tensor]] = kernels.lanczos_step_
 
     @property
     def size(self) -> int:
@@ -170,8 +173,8 @@ class Projector:
             float64; see :func:`curvlab_kernels.reference.lanczos_step_`.
         """
         whole = self.store.whole
-        if whole is not None and not self.space.sharded:
-            return ops.lanczos_step_(whole[0], vector, previous_beta)
+        if whole is not None and self._local:
+            return self._step(whole[0], vector, previous_beta)
         return steps.lanczos_step_(self, vector, previous_beta)
 
     # Checks

@@ -30,7 +30,7 @@ def fastest(
     Set-up time is logged but not weighed: measuring is for work of many products. Compiling takes
     minutes and was no faster than the kept graph on a CPU, so it is only tried on a GPU.
     """
-    batch = problem.batches.pieces(None if problem.whole else 32)[0]
+    batch = problem.batches.first(None if problem.whole else 32)
     shapes = tuple(tuple(tensor.shape) for tensor in tensors(batch))
     key = (kind, problem.device, problem.dtype, problem.precision, problem.layout.names, shapes)
     known = _measured.setdefault(problem.model, {})

@@ -44,7 +44,6 @@ def lanczos_step_(
     else:
         # As the vector's dtype has it: what rounding leaves is the second pass's to find.
         weights = np.array([float(previous_beta), 0.0], dtype=arrays(vector)[0].dtype)
-        removed = torch.zeros(m, dtype=torch.float64)
         path = choose(rows, vector)
         if path.alone is not None:
             sums = np.zeros(m + 5)
@@ -52,15 +51,16 @@ def lanczos_step_(
             path.alone.lanczos_step_alone(
                 arrays(rows)[0], weights, vector.detach().numpy(), sums, tolerance
             )
-            again, (squared, came, _, left, done) = torch.from_numpy(sums[:m]), sums[m:]
-            passed, before, after = (torch.tensor(x).sqrt() for x in (squared, came, left))
+            found = torch.from_numpy(sums)
+            if sums[m + 4]:
+                sums[m - 2 : m] += weights
+                return found[m - 1], found[m + 3].sqrt(), found[:m]
+            again, (passed, before, _, after, _) = found[:m], found[m:].sqrt()
         else:
             before, again, passed = _recurrence(rows, weights, vector)
-            after, done = _subtract(rows, again, vector), 0.0
+            after = _subtract(rows, again, vector)
+        removed = torch.zeros(m, dtype=torch.float64)
         removed[-2:] = torch.from_numpy(weights)
-        if done:
-            removed += again
-            return removed[-1], after, removed
     removed += again
     if float(after) ** 2 < 0.5 * float(passed) ** 2:
         removed += project_once_(rows, [(0, vector)], None, None)[0]
