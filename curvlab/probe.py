@@ -60,6 +60,8 @@ class Certificate:
         limit: Above which one of these fails: the usual limit, or ``RAGGED`` times the rounding of
             this operator where that had to be measured and is more.
         products: Made to measure them.
+        exponent: Power of two by which products are far from one: squares of their elements may not
+            be numbers. 0 where they are near.
     """
 
     symmetry: float
@@ -67,6 +69,7 @@ class Certificate:
     linearity: float
     limit: float
     products: int
+    exponent: int = 0
 
     @property
     def passed(self) -> bool:
@@ -143,17 +146,19 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
         )
         return [row.to(operator.dtype).to(operator.device) for row in rows]
 
-    def product(vector: Tensor) -> Tensor:
+    def product(vector: Tensor, exponent: int = 0) -> Tensor:
         # copies: an operator that reuses its output buffer or overwrites its input must show as
         # wrong here, not corrupt the comparison.
         result = operator @ vector.clone()
         require_image(result, vector)
-        return result.detach().clone()
+        return brought_near(result.detach().clone(), exponent)
 
     measured = limit is None
     limit = usual_limit(operator.dtype, operator.n) if limit is None else limit
     vectors = draw(len(MIXTURE))
     images = [product(vector) for vector in vectors]
+    exponent = max((far_exponent(image) for image in images), key=abs)
+    images = [brought_near(image, exponent) for image in images]
     lengths, sizes = [_norm(vector) for vector in vectors], [_norm(image) for image in images]
     differences = []
     for i, j in combinations(range(len(MIXTURE)), 2):
@@ -166,14 +171,15 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
     mixed = vectors.pop(0).mul_(MIXTURE[0])  # vectors can be large: as few as possible at a time
     for factor in MIXTURE[1:]:
         mixed.add_(vectors.pop(0), alpha=factor)  # in the operator's dtype, as the product sees it
-    terms = zip((1.0, *(-factor for factor in MIXTURE)), (product(mixed), *images), strict=True)
+    together = product(mixed, exponent)
+    terms = zip((1.0, *(-factor for factor in MIXTURE)), (together, *images), strict=True)
     scale = sum(abs(factor) * size for factor, size in zip(MIXTURE, sizes, strict=True))
     linearity = repeatability = _ratio(_combined_norm(*terms), scale)
     products = 4
     if not (linearity <= limit and symmetry <= limit):  # written so that a NaN fails
 
         def change(factor: float) -> float:
-            image = product(draw(1)[0].mul_(factor))
+            image = product(draw(1)[0].mul_(factor), exponent)
             return _ratio(_combined_norm((1.0, images[0]), (-1.0 / factor, image)), sizes[0])
 
         repeatability = change(1.0)
@@ -181,13 +187,28 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
         if measured and repeatability <= limit:
             products = 6
             limit = max(limit, RAGGED * linearity) if change(TWICE) <= limit else limit
-    return Certificate(symmetry, repeatability, linearity, limit, products)
+    return Certificate(symmetry, repeatability, linearity, limit, products, exponent)
 
 
 MIXTURE = (0.75, -1.5, 1.0)
 TWICE = -2.0  # times which a vector is rounded everywhere as before
 RAGGED = 10.0  # times the rounding measured once that rounding may reach elsewhere
 PIECE = 1 << 15  # elements taken to float64 at a time: they stay in the cache
+FAR = 400  # binary exponent of a number whose squares, summed, may not be a float64
+
+
+def far_exponent(tensor: Tensor) -> int:
+    """The binary exponent of the largest element, if its squares leave float64; else 0."""
+    if tensor.dtype != torch.float64 or not tensor.numel():
+        return 0
+    largest = float(tensor.abs().max())
+    exponent = math.frexp(largest)[1] if math.isfinite(largest) else 0
+    return max(-1000, min(1000, exponent)) if abs(exponent) > FAR else 0
+
+
+def brought_near(tensor: Tensor, exponent: int) -> Tensor:
+    """``tensor`` by two to the power of minus ``exponent``, exactly."""
+    return tensor * math.ldexp(1.0, -exponent) if exponent else tensor
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

@@ -272,3 +272,24 @@ def test_the_global_generator_is_left_alone_and_a_seed_gives_the_same_bits():
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(first.vectors, second.vectors)
     assert torch.equal(first.residuals, second.residuals)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-150, 1e150, 1e200, 1e300])
+@pytest.mark.parametrize("dense", [True, False])
+def test_operators_whose_squares_are_not_numbers_are_solved_as_any_other(scale, dense):
+    truth = VALUES[VALUES.abs().argsort(descending=True)][:4]
+    for operator in (scale * A, FromFunction(lambda v: (scale * A) @ v, N, dtype=torch.float64)):
+        pairs = lanczos(operator, 4, tol=1e-8, dense=dense)
+        assert pairs.complete
+        torch.testing.assert_close(pairs.values / scale, truth, rtol=1e-12, atol=0.0)
+        rest = pairs.vectors @ A - (pairs.values / scale)[:, None] * pairs.vectors
+        assert bool((pairs.residuals / scale >= rest.norm(dim=1) - 1e-14).all())
+        assert bool((pairs.residuals <= 1e-8 * pairs.values.abs()).all())
+
+
+def test_an_asymmetric_operator_is_refused_at_any_scale():
+    skew = torch.zeros(N, N, dtype=torch.float64)
+    skew[0, 1] = 0.5
+    for scale in (1e-200, 1e200):
+        with pytest.raises(OperatorError, match="u'Av"):
+            solve(lambda v, scale=scale: (scale * (A + skew)) @ v)

@@ -54,7 +54,7 @@ def eigenpairs_above(
     check_positive(largest=largest)
     if not math.isfinite(threshold) or (which == "LM" and threshold < 0.0):
         raise ValueError(f"threshold= is a finite number (at least 0 with 'LM'); got {threshold}")
-    products = Products(as_operator(operator), None)
+    products = Products(as_operator(operator), None, near_one=True)
     n = products.n
     if n <= SMALL and not products.space.sharded:
         pairs = lanczos(operator, n, which=which, tol=tol, seed=seed, dense=True, progress=False)

@@ -45,7 +45,7 @@ def block_lanczos(
         block: Rows multiplied together, at least 2; the other arguments are those of
             :func:`~curvlab.eigen.lanczos`.
     """
-    products = Products(as_operator(operator), deflate)
+    products = Products(as_operator(operator), deflate, near_one=True)
     if isinstance(block, bool) or not isinstance(block, int) or not 2 <= block <= products.room:
         raise ValueError(
             f"block= is a number of vectors between 2 and n = {products.room}; got {block!r}. "

@@ -16,7 +16,7 @@ from curvlab.eigen.request import Request
 from curvlab.eigen.result import Eigenpairs, canonical_signs_, judge
 from curvlab.eigen.selection import order
 from curvlab.operators import Dense
-from curvlab.probe import RAGGED, OperatorError
+from curvlab.probe import RAGGED, OperatorError, brought_near
 
 BLOCK = 64  # identity rows multiplied at a time
 
@@ -37,7 +37,7 @@ def dense_is_cheaper(products: Products, k: int) -> bool:
 def dense_matrix(products: Products) -> Tensor:
     """``P A P`` as a float64 matrix ``(n, n)`` on the operator's device, by ``n`` products."""
     if isinstance(products.operator, Dense) and products.deflation is None:
-        return products.operator.dense().double()
+        return brought_near(products.operator.dense().double(), products.exponent)
     n = products.n
     matrix = torch.zeros(n, n, dtype=torch.float64, device=products.device)
     for start in range(0, n, BLOCK):
@@ -78,15 +78,15 @@ def solve_dense(products: Products, request: Request) -> Eigenpairs:
     judged = judge(values, residuals, tol=tol, relative_to=relative_to, norm=norm, floor=floor)
     good = bool(judged.converged.all())
     return Eigenpairs(
-        values=values,
+        values=values * products.unit,
         vectors=canonical_signs_(stored),
-        residuals=residuals,
+        residuals=residuals * products.unit,
         converged=judged.converged,
         complete=good,
         doubt=0.0 if good else 1.0,
         orthogonality=_orthogonality(stored),
-        norm=norm,
-        floor=floor,
+        norm=norm * products.unit,
+        floor=floor * products.unit,
         asymmetry=asymmetry,
         matvecs=products.count,
         restarts=0,

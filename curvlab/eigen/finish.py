@@ -56,18 +56,18 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
     )
     outcome, reason = _ending(solver, judged, residuals)
     settled = outcome.converged and bool(judged.converged.all())
-    device = products.device
+    device, unit = products.device, products.unit
     return result_in(
         products.space,
-        values=values.to(device),
+        values=values.to(device) * unit,
         vectors=products.space.canonical_signs_(stored),
-        residuals=residuals.to(device),
+        residuals=residuals.to(device) * unit,
         converged=judged.converged.to(device),
         complete=settled and solver.doubt <= request.certify.doubt,
         doubt=solver.doubt if settled else 1.0,
         orthogonality=orthogonality(vectors, products.space),
-        norm=krylov.norm,
-        floor=solver.floor,
+        norm=krylov.norm * unit,
+        floor=solver.floor * unit,
         asymmetry=krylov.noise / krylov.norm if krylov.norm > 0 else 0.0,
         matvecs=products.count,
         restarts=krylov.restarts,
@@ -99,7 +99,7 @@ def imprecise(products: Products, late: int, worst: float, loss: float, norm: fl
     reason = (
         f"the tolerance is below the operator's precision for {late} pairs: products are accurate "
         f"to {loss / norm if norm > 0 else 0.0:.1e} of the operator's norm, and residuals stay at "
-        f"{worst:.1e}"
+        f"{worst * products.unit:.1e}"
     )
     value = getattr(products.operator, "loss", None)
     if isinstance(value, float) and 0.0 <= value < 1e-2 and loss > 1e3 * products.eps * norm:

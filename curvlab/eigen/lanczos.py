@@ -83,7 +83,7 @@ def lanczos(
         Interrupted: A ``KeyboardInterrupt``: Ctrl-C or a termination signal ended the solve between
             two steps. Its ``partial`` holds the pairs found so far; a checkpoint is saved first.
     """
-    products = Products(as_operator(operator), deflate)
+    products = Products(as_operator(operator), deflate, near_one=True)
     keeping = as_checkpoint(checkpoint)
     start = check_start(v0, products)
     asked = request(

@@ -4,6 +4,7 @@ The operator gets a copy of each vector and its result is copied at once, so an 
 overwrites its input or hands out one buffer again and again is harmless here.
 """
 
+import math
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -11,7 +12,15 @@ from curvlab_kernels.block import gram
 from torch import Tensor
 
 from curvlab.operators import Dense, Operator
-from curvlab.probe import Certificate, LinearOperator, probe, require_image, usual_limit
+from curvlab.probe import (
+    Certificate,
+    LinearOperator,
+    brought_near,
+    far_exponent,
+    probe,
+    require_image,
+    usual_limit,
+)
 from curvlab.rows import Rows, Space, space_of
 
 
@@ -38,12 +47,21 @@ class Products:
     Attributes:
         count: Products with ``A`` so far; a block of ``b`` counts ``b``.
         error: Relative error of a product, as the probe measured it.
+        exponent: Products are those of ``A`` by two to the power of minus this; not 0 only where
+            ``near_one`` is asked for and squares of ``A`` would not be numbers.
         dtype: Of the working vectors: float64 for a float64 operator, else float32.
         space: Where they live; ``width`` of their ``n`` elements are held here.
     """
 
-    def __init__(self, operator: LinearOperator, deflate: Deflation | Tensor | None) -> None:
+    def __init__(
+        self,
+        operator: LinearOperator,
+        deflate: Deflation | Tensor | None,
+        *,
+        near_one: bool = False,
+    ) -> None:
         self.operator = operator
+        self.near_one, self.exponent = near_one, 0
         self.space = space_of(operator)
         self.n, self.width = self.space.n, self.space.width
         self.device = torch.device(operator.device)
@@ -68,15 +86,22 @@ class Products:
         return certificate
 
     def trust(self, certificate: Certificate) -> None:
-        """Take the error of a product from a certificate."""
+        """Take the error of a product, and the size of products, from a certificate."""
         self.error = max(certificate.linearity, certificate.repeatability)
+        self.exponent = certificate.exponent if self.near_one else 0
 
     def _known(self) -> Certificate | None:
         """A certificate that needs no products: one already measured, or that of a matrix."""
         if isinstance(self.operator, Dense):  # made symmetric when it was built
-            return Certificate(0.0, 0.0, 0.0, usual_limit(self.operator.dtype, self.n), products=0)
+            limit = usual_limit(self.operator.dtype, self.n)
+            return Certificate(0.0, 0.0, 0.0, limit, 0, far_exponent(self.operator.matrix))
         known = getattr(self.operator, "__dict__", {}).get("certificate")
         return known if isinstance(known, Certificate) else None
+
+    @property
+    def unit(self) -> float:
+        """By which values of these products are multiplied to be those of ``A``."""
+        return math.ldexp(1.0, self.exponent)
 
     def into(self, vectors: Tensor, targets: Tensor) -> None:
         """``targets = P A vectors``; both ``(width,)`` or ``(b, width)``, already in P's range."""
@@ -84,7 +109,7 @@ class Products:
         result = self.operator @ given
         self.count += 1 if vectors.ndim == 1 else vectors.shape[0]
         require_image(result, vectors)
-        targets.copy_(result.detach())
+        targets.copy_(brought_near(result.detach(), self.exponent))
         self.project_out_(targets)
 
     def project_out_(self, vectors: Tensor) -> None:

@@ -38,8 +38,9 @@ def run(
     """
     began = time.perf_counter()
     resumes = keeping is not None and products.space.exists(keeping.path)
-    certificate = None if resumes else products.probe(asked.seed)
+    # before the certificate says in which unit products are
     whose = _identity(products, asked, start) if keeping is not None else {}
+    certificate = None if resumes else products.probe(asked.seed)
     solver = Solver(products, asked, certificate)
     if keeping is not None and resumes:
         began -= read_checkpoint(keeping.path, solver, asked=whose)
