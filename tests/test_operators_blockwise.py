@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 import curvlab
 from curvlab.nets import slim_resnet18, vit_cifar
+from curvlab.operators.products import memory
 from curvlab.operators.products.blocks import find_blocks
 from curvlab.operators.products.memory import LiveBytes
 from curvlab.probe import OperatorError
@@ -310,8 +311,9 @@ def test_a_budget_that_no_graph_of_one_sample_fits_takes_blocks() -> None:
     torch.manual_seed(7)
     batch = torch.randint(WORDS, (2, 200)), torch.randint(WORDS, (2, 200))
     plain = curvlab.Hessian(model, cross_entropy, batch, chunk=1)
-    fixed = 36 * plain.n + sum(t.nbytes for t in batch)
-    budget = (fixed + plain.cost.peak(1) / 3) / 0.9
+    data = sum(t.nbytes for t in batch)
+    room = memory.operator_room(0.0, data, 4 * plain.n, plain.n, 4)
+    budget = (plain.cost.peak(1) / 3 - room) * memory.FRAGMENTED
     small = curvlab.Hessian(model, cross_entropy, batch, budget=budget)
     assert small.engine.startswith("blockwise")
     vector = torch.randn(plain.n)

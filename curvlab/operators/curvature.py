@@ -302,12 +302,13 @@ class Curvature(Operator):
 
     def _room_of(self, budget: float | None) -> float:
         """What is left of the budget for graphs."""
+        problem = self.problem
         if budget is None:
-            budget = memory.SHARE * memory.free_bytes(self.device)
-        held = sum(t.nbytes for batch in self.problem.batches.joined for t in tensors(batch))
-        element = self.problem.parameters[0].element_size()
-        # the copied parameters, a float64 sum, and the vectors of a probe or a small solver
-        return memory.USABLE * budget - held - self.n * (7 * element + 8)
+            budget = memory.default_budget(memory.free_bytes(self.device))
+        data = sum(t.nbytes for batch in problem.batches.joined for t in tensors(batch))
+        copied = sum(t.nbytes for t in (*problem.named().values(), *problem.buffers.values()))
+        element = problem.parameters[0].element_size()
+        return memory.operator_room(budget, data, copied, self.n, element)
 
     def _fits(self, tried: Trial) -> bool:
         """Whether one sample fits, or nothing else could be done about it."""

@@ -3,8 +3,9 @@
     print(plan(model, cross_entropy, data, k=20, tasks=5, memory=8 * 10**9))
 
 One batch is measured (or counted, on a model without memory) and scaled up; ``python -m
-benchmarks.planner`` compares the result with what three networks really took. Assumptions: the
-spectrum is one that networks have, for which Lanczos needs about 4 products per pair; time grows
+benchmarks.planner`` compares the result with what three networks really took. Assumptions: few
+samples have as hard a spectrum as all of them, which a short search shows (a model that is only
+counted: one that networks have, for which Lanczos needs about 4 products per pair); time grows
 linearly with samples; several ranks divide the samples, the working basis and M evenly and overlap
 nothing.
 """
@@ -16,12 +17,19 @@ from torch import nn
 
 from curvlab.batches import read
 from curvlab.operators import Curvature, Hessian, Objective
-from curvlab.operators.products.memory import chunk_size, fitting, free_bytes
+from curvlab.operators.products.memory import (
+    FRAGMENTED,
+    LIBRARIES,
+    chunk_size,
+    default_budget,
+    fitting,
+    free_bytes,
+    operator_room,
+    vector_bytes,
+)
 from curvlab.parameters import Selection
 from curvlab.plan.cost import MACHINES, Machine, Unit, counted, measured
 from curvlab.plan.formulae import (
-    FRAGMENTED,
-    LIBRARIES,
     Communication,
     Memory,
     communication,
@@ -142,10 +150,11 @@ def plan(
         bandwidth: Bytes per second between ranks.
     """
     batches = read(data, bare=loss is None or isinstance(loss, Objective))
-    unit = measured(curvature, model, loss, batches, options)
+    unit = measured(curvature, model, loss, batches, options, k, tol)
     device = next(model.parameters()).device
     available = free_bytes(device) if memory is None else memory
-    return scaled(unit, batches.samples or 1, k, tol, tasks, available, ranks, bandwidth or 1e9)
+    samples, budget = batches.samples or 1, options.get("budget")
+    return scaled(unit, samples, k, tol, tasks, available, ranks, bandwidth or 1e9, budget)
 
 
 def plan_counted(
@@ -184,17 +193,22 @@ def scaled(
     available: int,
     ranks: int,
     bandwidth: float,
+    budget: float | None = None,
 ) -> Plan:
-    """A plan from the cost of one product."""
+    """A plan from the cost of one product; ``budget`` is the operator's, if it is given one."""
     if not 1 <= k <= unit.n:
         raise ValueError(f"k= is between 1 and n = {unit.n}; got {k}")
     own = -(-samples // ranks)
-    products = min(products_needed(k, tol), unit.n + 4)
+    products = min(products_needed(k, tol, unit.effort), unit.n + 4)
     solver = solver_rows(k, products, unit.n) * unit.n * unit.element // ranks
-    vectors = _vectors(unit)
+    vectors = vector_bytes(unit.n, unit.element)
     data = int(unit.sample_bytes * own)
-    usable = (available - LIBRARIES) / FRAGMENTED
-    room = usable - unit.held - data - solver - vectors
+    # the solver's rows are one piece of memory, which does not fragment
+    beside = available - LIBRARIES - solver
+    given = default_budget(available) if budget is None else budget
+    own_room = operator_room(given, data, unit.held, unit.n, unit.element)
+    # the operator does not know of the solver's rows: where they need more, it must be told
+    room = min(own_room, operator_room(beside, data, unit.held, unit.n, unit.element))
     size, kept, chunks = _chunks(unit, own, room)
     working = max(0.0, unit.graph.peak(size) - unit.graph.kept(size))
     graph = int(kept * unit.graph.kept(size) + working)
@@ -209,8 +223,9 @@ def scaled(
     sent = traffic.product + communication(unit.n, rows, ranks, 8).orthogonalise
     talking = products * talking_seconds(sent, traffic.messages, ranks, bandwidth)
     seconds = setup + products * product + orthogonalise + talking
-    peak = int(FRAGMENTED * (unit.held + data + graph + solver + vectors)) + LIBRARIES
-    most = _largest_k(unit, usable, data, ranks, tol)
+    peak = int(FRAGMENTED * (unit.held + data + graph + vectors)) + solver + LIBRARIES
+    told = None if room == own_room else int(given - FRAGMENTED * (own_room - room))
+    most = _largest_k(unit, available, data, ranks, tol)
     found = memories(unit.n, tasks * k, max(1, available - unit.held), ranks)
     return Plan(
         n=unit.n,
@@ -235,14 +250,9 @@ def scaled(
         memories=tuple(found),
         traffic=traffic,
         largest_k=most,
-        advice=tuple(_advice(unit, available, peak, most, found)),
+        advice=tuple(_advice(unit, available, peak, most, found, told)),
         how=unit.how,
     )
-
-
-def _vectors(unit: Unit) -> int:
-    """A product's input and output, what an engine adds to them, and a float64 sum."""
-    return unit.n * (3 * unit.element + 8)
 
 
 def _chunks(unit: Unit, samples: int, room: float) -> tuple[int, int, int]:
@@ -256,11 +266,12 @@ def _chunks(unit: Unit, samples: int, room: float) -> tuple[int, int, int]:
 
 def _largest_k(unit: Unit, available: float, data: int, ranks: int, tol: float) -> int:
     """The most pairs whose solve fits with one sample's graph; 0 if none does."""
-    room = available - unit.held - data - unit.graph.peak(1) - _vectors(unit)
+    least = unit.held + data + unit.graph.peak(1) + vector_bytes(unit.n, unit.element)
+    room = available - LIBRARIES - FRAGMENTED * least
     low, high = 0, unit.n
     while low < high:
         k = (low + high + 1) // 2
-        rows = solver_rows(k, min(products_needed(k, tol), unit.n + 4), unit.n)
+        rows = solver_rows(k, min(products_needed(k, tol, unit.effort), unit.n + 4), unit.n)
         if rows * unit.n * unit.element // ranks <= room:
             low = k
         else:
@@ -268,8 +279,15 @@ def _largest_k(unit: Unit, available: float, data: int, ranks: int, tol: float) 
     return low
 
 
-def _advice(unit: Unit, available: int, peak: int, most: int, found: list[Memory]) -> list[str]:
+def _advice(
+    unit: Unit, available: int, peak: int, most: int, found: list[Memory], told: int | None
+) -> list[str]:
     lines = []
+    if told is not None and peak <= available:
+        lines.append(
+            f"give the operator budget={told}: its usual share would leave the solver's rows too "
+            "little"
+        )
     if peak > available:
         if unit.held > available:
             lines.append("the parameters alone do not fit: split the model, or select= a part")

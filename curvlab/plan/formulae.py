@@ -9,20 +9,18 @@ from curvlab.basis import basis_bytes, largest_basis
 from curvlab.eigen.room import PASSING, RESERVE, usual_rows
 
 STORED = (torch.float32, torch.float16, torch.int8)
-FRAGMENTED = 1.15  # of what tensors take, that an allocator takes; fitted, as is the next
-LIBRARIES = 5_000_000  # bytes of buffers that libraries keep
 LATENCY = 2e-5  # seconds of each of the log2(R) hops of a message; switched networks take this
 
 
-def products_needed(k: int, tol: float) -> int:
+def products_needed(k: int, tol: float, effort: float = 1.0) -> int:
     """Products of Lanczos for ``k`` pairs to a relative residual, certification included.
 
     A fit to the three networks of the paper, trained (0.5 to 0.7 of it, a small ViT 1.9 times)
-    and fresh (0.8 to 1.4 times): how many it takes is a matter of the spectrum, which is not known
-    before. A cluster at the edge takes more.
+    and fresh (0.8 to 1.4 times): how many it takes is a matter of the spectrum. Where that could
+    be looked at, ``effort`` says how far it is from the average.
     """
     digits = max(1.0, -math.log10(max(tol, 1e-12)))
-    return max(k + 4, round(8 + 4.2 * k + 2.0 * digits))
+    return max(k + 4, round(effort * (8 + 4.2 * k + 2.0 * digits)))
 
 
 def solver_rows(k: int, products: int, n: int) -> int:

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SHARE = 0.5  # of the free memory, when no budget is given
-USABLE = 0.9  # of a budget: allocators hold freed blocks, libraries keep buffers of their own
+SHARE = 0.5  # of the free memory, when no budget is given: a solver needs the rest for its rows
+# Times what tensors hold, that a process grows by: allocators keep freed blocks. The ResNet of
+# 480,902 parameters grew by 450 MB for 360 MB of tensors.
+FRAGMENTED = 1.25
+LIBRARIES = 5_000_000  # bytes of buffers that libraries keep, whatever they are used for
 # In units of a kept graph's product with one sample, about two of its gradients:
 OVERHEAD = 1.0  # of a chunk, for small parameters; measured on the ResNet
 OVERHEAD_LENGTH = 0.3  # more for each time the parameters are larger than a sample's graph; ViT
@@ -145,6 +148,28 @@ def fitting(cost: Cost, size: int, budget: float, chunks: int) -> int:
         return chunks
     # a chunk that is rebuilt needs room for its own graph too
     return max(0, min(chunks, int((budget - cost.peak(size)) / max(1.0, kept))))
+
+
+def operator_room(budget: float, data: float, parameters: float, n: int, element: int) -> float:
+    """What a budget leaves for graphs.
+
+    Args:
+        budget: Bytes that an operator may take.
+        data: Bytes of its samples.
+        parameters: Bytes of its copy of the model.
+        n: Length of a vector, whose elements take ``element`` bytes.
+    """
+    return budget / FRAGMENTED - data - parameters - vector_bytes(n, element)
+
+
+def vector_bytes(n: int, element: int) -> int:
+    """A product's input and output, a probe's or a small solver's vectors, and a float64 sum."""
+    return n * (6 * element + 8)
+
+
+def default_budget(free: float) -> float:
+    """What an operator takes at most of ``free`` bytes when nobody says."""
+    return SHARE * free
 
 
 def free_bytes(device: torch.device) -> int:
