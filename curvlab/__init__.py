@@ -18,11 +18,14 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module 'curvlab' has no attribute {name!r}")
     from importlib import import_module
+    from importlib.util import find_spec
 
     public = import_module("curvlab.public")
     if name == "__all__":
         return [*public.__all__, "__version__"]
     if name not in public.__all__:
+        if not name.startswith("_") and find_spec(f"curvlab.{name}") is not None:
+            return import_module(f"curvlab.{name}")  # curvlab.losses, curvlab.plots
         raise AttributeError(f"module 'curvlab' has no attribute {name!r}")
     value = getattr(public, name)
     globals()[name] = value

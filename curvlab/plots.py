@@ -18,6 +18,7 @@ from curvlab.basis import Basis
 from curvlab.eigen import Density, Eigenpairs, LayerSpectra
 from curvlab.metrics import Perturbation
 from curvlab.storage import write_atomically
+from curvlab.surface import Landscape
 from curvlab.training import Run
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -262,6 +263,34 @@ def roofline(
     axes.set_ylim(top=3 * peak / 1e9)
     axes.set_title(title or "reached, against the machine")
     _legend(axes, loc="lower right")
+    return figure
+
+
+def landscape(result: Landscape, labels: Sequence[str] = ("first", "second")) -> Any:
+    """The loss on a line beside its quadratic prediction, or on a plane as contours.
+
+    Args:
+        result: From :func:`curvlab.landscape`.
+        labels: Names of the directions.
+    """
+    figure, axes = _axes()
+    steps = result.steps.tolist()
+    axes.set_xlabel(f"step along the {labels[0]} direction")
+    if result.losses.dim() == 1:
+        axes.plot(steps, result.losses.tolist(), color=COLOURS[0], marker="o", ms=3, label="loss")
+        bent = result.quadratic.tolist()
+        axes.plot(steps, bent, LINES[1], color=COLOURS[1], label="second order")
+        axes.set(ylabel="loss", title="the loss along a direction")
+        _legend(axes)
+        return figure
+    drawn = axes.contourf(steps, steps, result.losses.T.tolist(), levels=24, cmap="cividis")
+    axes.contour(steps, steps, result.quadratic.T.tolist(), levels=8, colors="white",
+                 linewidths=0.7, linestyles="--")  # fmt: skip
+    axes.plot([0.0], [0.0], marker="x", color="white", ms=9, mew=2)
+    figure.colorbar(drawn, ax=axes, label="loss")
+    axes.set(
+        ylabel=f"step along the {labels[1]} direction", title="the loss; dashed: to second order"
+    )
     return figure
 
 

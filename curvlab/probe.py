@@ -23,6 +23,7 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
+from curvlab.html import block
 from curvlab.refusals import Refusal, Trap
 
 
@@ -75,6 +76,15 @@ class Certificate:
     def passed(self) -> bool:
         # written so that a NaN fails
         return all(x <= self.limit for x in (self.symmetry, self.repeatability, self.linearity))
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what was measured, beside what rounding explains."""
+        rows = [
+            [name, f"{getattr(self, name):.1e}", f"{self.limit:.1e}"]
+            for name in ("symmetry", "repeatability", "linearity")
+        ]
+        title = f"Certificate: {'passed' if self.passed else 'failed'} ({self.products} products)"
+        return block(title, ["", "relative error", "limit"], rows)
 
     def require(self) -> None:
         """Raise :class:`OperatorError` naming what failed and its usual causes."""

@@ -48,6 +48,7 @@ from curvlab.parameters import load_parameter_vector, parameter_count, parameter
 from curvlab.probe import Certificate, LinearOperator, OperatorError, probe
 from curvlab.protection import SpectralPenalty, protect
 from curvlab.storage import StorageError
+from curvlab.surface import Landscape, landscape
 from curvlab.training import Run, Schedule, learn
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "GaussNewton",
     "Hessian",
     "Interrupted",
+    "Landscape",
     "LayerBases",
     "LayerSpectra",
     "LinearOperator",
@@ -91,6 +93,7 @@ __all__ = [
     "freeze",
     "from_scipy",
     "lanczos",
+    "landscape",
     "layer_bases",
     "layer_spectra",
     "learn",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlab.basis.segments import Segment, from_json, joined, to_json, truncated
+from curvlab.html import block, spark
 from curvlab.precision import least_share
 from curvlab.rows import Rows
 
@@ -32,6 +33,24 @@ class Basis(Rows):
             if known == self.size
             else (*self._segments, Segment("", known, self.size))
         )
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what its rows protect, and their eigenvalues as bars."""
+        rows = [
+            [
+                part.task or "(unnamed)",
+                f"{part.start} to {part.stop - 1}",
+                "" if part.step is None else str(part.step),
+                f"{max(part.values, key=abs):.5g}" if part.values else "",
+            ]
+            for part in self.segments
+        ]
+        values = [value for part in self.segments for value in part.values]
+        title = (
+            f"{type(self).__name__}: {self.size} of {self.capacity} rows, n = {self.n:,}, "
+            f"{self.dtype}, {self.bytes / 1e6:.1f} MB"
+        )
+        return block(title, ["task", "rows", "step", "largest value"], rows, spark(values))
 
     def append(
         self, vector: Tensor, *, task: str = "", step: int | None = None, value: float | None = None

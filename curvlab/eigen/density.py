@@ -19,6 +19,7 @@ from curvlab.eigen.estimate import Estimate, check_positive, random_signs
 from curvlab.eigen.products import Products
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
+from curvlab.html import block, spark
 from curvlab.probe import OperatorError
 from curvlab.rows import Rows
 from curvlab.storage import load_tensors, save_tensors
@@ -160,6 +161,19 @@ class Density:
         square = float((self.weights * at_nodes**2).sum(1).mean())
         samples = len(self.nodes)
         return Estimate(self.n * value, math.sqrt(2.0 * self.n * square / samples), samples)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the shape on a logarithmic scale, and its moments."""
+        _, height = self.curve(60)
+        logs = (height.clamp_min(1e-6 * float(height.max())) / float(height.max())).log10() + 6.0
+        low, high = float(self.nodes.min()), float(self.nodes.max())
+        rows = [
+            ["Ritz values", f"{low:.5g} to {high:.5g}"],
+            ["trace", str(self.moment(1))],
+            ["sum of squares", str(self.moment(2))],
+        ]
+        title = f"Spectral density of n = {self.n:,} ({self.products} products)"
+        return block(title, ["", ""], rows, spark(logs.tolist()))
 
     def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> Path:
         """Write to one ``.safetensors`` file; ``about`` adds facts to its manifest."""

@@ -7,6 +7,7 @@ from curvlab.eigen.progress import Progress
 from curvlab.eigen.result import Eigenpairs
 from curvlab.eigen.selection import Which
 from curvlab.eigen.work import Interrupted
+from curvlab.html import block, spark
 from curvlab.operators import Operator, Restricted
 
 
@@ -41,6 +42,16 @@ class LayerSpectra:
             note = f"  ({', '.join(notes)})" if notes else ""
             lines.append(f"{name:<{width}}  {pairs.n:>10}  {values}{note}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: a line for each layer, and the largest of each as bars."""
+        rows = [
+            [name, f"{pairs.n:,}", "  ".join(f"{value:.5g}" for value in pairs.values.tolist())]
+            for name, pairs in self.layers.items()
+        ]
+        tops = [float(pairs.values[0]) for pairs in self.layers.values()]
+        title = f"{len(self)} layers ({self.products} products)"
+        return block(title, ["layer", "parameters", "eigenvalues"], rows, spark(tops))
 
     def __repr__(self) -> str:
         return f"LayerSpectra({len(self)} layers, {self.products} products)\n{self.table()}"

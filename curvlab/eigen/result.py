@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from curvlab.eigen.outcome import Outcome
+from curvlab.html import block, spark
 from curvlab.probe import Certificate
 from curvlab.rows import Space
 from curvlab.storage import load_tensors, save_tensors
@@ -176,6 +177,20 @@ class Eigenpairs:
             f"{self.matvecs} products, {self.restarts} restarts, {self.seconds:.2f} s; "
             f"{self.reason})\n{self.table(most=10)}"
         )
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the first ten pairs, and all values as bars."""
+        known = f"complete, doubt {self.doubt:.0e}" if self.complete else "completeness not shown"
+        title = f"{len(self)} of {self.n:,} eigenpairs ({self.reason}; {known})"
+        columns = (self.values, self.residuals, self.tolerances, self.converged)
+        rows = [
+            [str(i), f"{value:.7g}", f"{residual:.2e}", f"{allowed:.2e}", "yes" if good else "no"]
+            for i, (value, residual, allowed, good) in enumerate(
+                zip(*(column.tolist() for column in columns), strict=True)
+            )
+        ]
+        header = ["", "value", "residual", "allowed", "converged"]
+        return block(title, header, rows[:10], spark(self.values.tolist()))
 
     def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> Path:
         """Write to one ``.safetensors`` file with a checksum; see :mod:`curvlab.storage`.

@@ -519,6 +519,12 @@ class Problem:
                 "operator"
             )
 
+    def objective(self, flat: Tensor) -> float:
+        """The objective at other parameters ``(n,)``."""
+        moved = self.layout.unflatten(flat)
+        with arithmetic(self.device, self.precision), torch.no_grad():
+            return math.fsum(float(self.loss(chunk, moved)) for chunk in self.chunks)
+
     def gradient(self) -> Tensor:
         """The gradient of the objective, ``(n,)``; chunks are added in float64."""
         total = torch.zeros(self.layout.n, dtype=torch.float64, device=self.device)
