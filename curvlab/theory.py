@@ -21,6 +21,15 @@ Corrections to the paper, each tested:
 * **OGD-GTL**: the true label's entry of the softmax curvature is p(1-p), which vanishes with all
   the others as p -> 1; it is not O(1). What the variant leaves out depends on the number of
   classes and stays in the limit (:func:`label_only_residual`).
+
+**Regularisation and isolation.** The paper says that the two families are "more similar than what
+initially thought", because both rest on a second-order approximation of the old losses, and states
+no theorem. Here is one: a penalty ``strength/2 d'Hd`` (EWC with the whole Hessian H of the old
+tasks) is the soft form of the null-forgetting constraint ``d'Hd = 0`` (projection off the range of
+H). As the strength grows, the penalised solution tends to the projected one at the rate
+1/strength, and what is forgotten falls with its square (:func:`penalised_update`,
+:func:`projected_update`). With EWC's diagonal F in place of H the limit is the projection off the
+coordinates with F > 0, which is parameter isolation by a mask; the two agree where H is diagonal.
 """
 
 import math
@@ -83,6 +92,29 @@ def retraced_forgetting(
     inverse: Tensor = torch.linalg.pinv(old + last, rtol=tolerance, hermitian=True)
     image = old @ update
     return (update @ image - image @ (inverse @ image)) / (2 * (tasks + 1))
+
+
+def penalised_update(gradient: Tensor, hessian: Tensor, old: Tensor, strength: float) -> Tensor:
+    """The minimum ``(n,)`` of g'd + 1/2 d'H_t d + strength/2 d'H d: a regularised new task.
+
+    Args:
+        gradient: g of the new task at the old solution, ``(n,)``.
+        hessian: H_t of the new task, positive definite ``(n, n)``.
+        old: H, the sum of the old tasks' Hessians, positive semi-definite ``(n, n)``.
+        strength: Of the penalty.
+    """
+    solution: Tensor = torch.linalg.solve(hessian + strength * old, -gradient)
+    return solution
+
+
+def projected_update(gradient: Tensor, hessian: Tensor, old: Tensor) -> Tensor:
+    """The minimum ``(n,)`` of g'd + 1/2 d'H_t d with d in the null space of ``old``.
+
+    Where projected gradient descent ends; arguments as in :func:`penalised_update`.
+    """
+    rows = null_space(old)
+    inside: Tensor = torch.linalg.solve(rows @ hessian @ rows.T, -(rows @ gradient))
+    return rows.T @ inside
 
 
 def softmax_curvature(probabilities: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """A seed trained beside others is the same bits as alone: every learner, any shape, both dtypes."""
 
+import re
+import threading
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -147,3 +150,56 @@ def test_rooms_never_make_one_block_and_what_lies_otherwise_is_copied():
         assert aligned(room) is room
         packed = torch.zeros(3, *shape)
         assert not aligned(packed).is_contiguous()
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class InTheMiddle(SGD):
+    """Runs ``action`` in a thread of its own during the first step, and keeps what it raised."""
+
+    def __init__(self, action):
+        super().__init__()
+        self.action, self.raised = action, None
+
+    def after_step(self, population, step):
+        del population
+        if (step.task, step.step) == (0, 0):
+            thread = threading.Thread(target=self.attempt, name="second")
+            thread.start()
+            thread.join()
+
+    def attempt(self):
+        try:
+            self.action()
+        except RuntimeError as error:
+            self.raised = error
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_second_thread_that_would_train_is_refused_by_name():
+    tasks = make_tasks(1, shape=(11,))
+    train = lambda learner: learn(network(torch.float32), tasks, learner, Schedule(0.1), seeds=1)  # noqa: E731
+    learner = InTheMiddle(lambda: train(SGD()))
+    (run,) = train(learner)
+    assert re.search(r"'MainThread'.*is training.*'second'.*another process", str(learner.raised))
+    assert torch.get_num_threads() == 2
+    (alone,) = train(SGD())  # the refusal has left nothing behind
+    assert torch.equal(run.snapshots, alone.snapshots)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_cure_for_two_threads_works():
+    torch.set_num_threads(1)
+    tasks = make_tasks(1, shape=(11,))
+    train = lambda learner: learn(network(torch.float32), tasks, learner, Schedule(0.1), seeds=1)  # noqa: E731
+    others = []
+    learner = InTheMiddle(lambda: others.append(train(SGD())[0]))
+    (run,) = train(learner)
+    assert learner.raised is None
+    assert torch.equal(run.snapshots, others[0].snapshots)

@@ -1,6 +1,7 @@
 """The paper's statements as checks: quadratic tasks, OGD-GTL, the projector, the scores."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,22 +9,28 @@ from torch.func import hessian
 from torch.nn.functional import cross_entropy
 
 from curvlab.basis import Basis
+from curvlab.learners import EWC, SGDDagger
 from curvlab.metrics import (
     block_diagonality,
     expand,
     perturb,
     spectral_similarity,
 )
+from curvlab.nets import mlp
+from curvlab.tasks import Samples, Task
 from curvlab.theory import (
     label_only_residual,
     null_space,
+    penalised_update,
     plateau_score,
+    projected_update,
     quadratic_forgetting,
     retraced_forgetting,
     retracing_update,
     slope_score,
     softmax_curvature,
 )
+from curvlab.training import Schedule, learn
 from tests.dense_truth import Dense
 
 
@@ -281,3 +288,75 @@ def test_an_empty_memory_changes_no_bit_and_a_full_one_leaves_nothing(generator)
     assert full.size == 40
     full.project_out_(gradient)
     assert float(gradient.abs().max()) < 1e-5
+
+
+# ---- regularisation and isolation ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 3, 8])
+def test_a_penalised_update_tends_to_the_projected_one_as_one_over_its_strength(generator, rank):
+    n = 12
+    old = low_rank(n, rank, generator) / n
+    new = low_rank(n, n, generator) / n + torch.eye(n, dtype=torch.float64)
+    gradient = torch.randn(n, generator=generator, dtype=torch.float64)
+    limit = projected_update(gradient, new, old)
+    assert float(limit @ old @ limit) < 1e-14  # the null-forgetting constraint, eq. opt-cond
+    strengths = [1e3, 1e4, 1e5]
+    updates = [penalised_update(gradient, new, old, strength) for strength in strengths]
+    gaps = [float((one - limit).norm()) for one in updates]
+    forgotten = [float(one @ old @ one) / 2 for one in updates]
+    if rank == 0:
+        assert max(gaps) < 1e-12
+        return
+    for one, next_one in pairwise(range(3)):
+        assert gaps[next_one] / gaps[one] == pytest.approx(0.1, rel=0.05)
+        assert forgotten[next_one] / forgotten[one] == pytest.approx(0.01, rel=0.1)
+
+
+def test_projected_descent_ends_at_the_projected_update(generator):
+    old = low_rank(9, 4, generator)
+    new = low_rank(9, 9, generator) / 9 + torch.eye(9, dtype=torch.float64)
+    gradient = torch.randn(9, generator=generator, dtype=torch.float64)
+    memory = Basis(9, capacity=9, dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(old)
+    memory.extend(vectors.T[values > 1e-10])
+    point = torch.zeros(9, dtype=torch.float64)
+    for _ in range(500):
+        step = gradient + new @ point
+        memory.project_out_(step)
+        point = point - 0.1 * step
+    torch.testing.assert_close(point, projected_update(gradient, new, old), atol=1e-10, rtol=0)
+
+
+def test_ewc_of_great_strength_learns_what_sgd_dagger_learns_where_the_fisher_is_the_hessian():
+    """A linear softmax on inputs of one feature each: its Hessian couples the classes alone.
+
+    The Fisher's diagonal freezes both entries of a feature and the projection their difference,
+    which is all that logits depend on: the differences of logits agree in the limit.
+    """
+    generator = torch.Generator().manual_seed(0)
+    which = torch.arange(36) % 3
+    first = torch.zeros(36, 6, dtype=torch.float64)
+    first[torch.arange(36), which] = 1.0
+    second = torch.randn(40, 6, generator=generator, dtype=torch.float64)
+    labels = [torch.randint(0, 2, (len(x),), generator=generator) for x in (first, second)]
+    tasks = [
+        Task(name, Samples(x, y), Samples(x, y), 2)
+        for name, x, y in zip("ab", (first, second), labels, strict=True)
+    ]
+
+    def ended(learner, lr, epochs):
+        schedule = Schedule(0.5, lr_later=lr, epochs=400, epochs_later=epochs)
+        build = lambda seed: mlp((6, 2), bias=False, seed=seed, dtype=torch.float64)  # noqa: E731
+        (run,) = learn(build, tasks, learner, schedule, seeds=1, batch_size=40)
+        weights = run.snapshots.view(2, 2, 6)
+        return weights[:, 0] - weights[:, 1]
+
+    before, projected = ended(SGDDagger(epsilon=1e-9, samples=36, tol=1e-9), 0.5, 400)
+    assert float((projected - before)[:3].abs().max()) < 1e-9
+    gaps = []
+    for strength in (100.0, 1000.0):
+        lr = 15.0 / strength  # F is at most 1 / 12 here, and lr * strength * F must stay below 2
+        _, penalised = ended(EWC(strength, samples=36), lr, int(200 / lr))
+        gaps.append(float((penalised - projected).norm()))
+    assert gaps[1] / gaps[0] == pytest.approx(0.1, rel=0.1)

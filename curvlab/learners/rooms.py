@@ -13,6 +13,7 @@ an allocation of its own could begin. Then:
 More threads than runs would not pay: those that share a small product mostly wait for each other.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -96,13 +97,42 @@ def workers(outs: Sequence[Tensor], summed: Sequence[Tensor]) -> int:
 
 @contextmanager
 def few_threads(most: int | None) -> Iterator[None]:
-    """PyTorch on at most so many threads inside; those of MKL are the whole process's."""
+    """PyTorch on at most so many threads inside; a second thread of Python is refused meanwhile."""
     threads = torch.get_num_threads()
     if most is None or threads <= most:
         yield
         return
-    torch.set_num_threads(most)
+    with one_at_a_time():
+        torch.set_num_threads(most)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+_training = threading.RLock()
+_who = ""
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Refuse what another thread of Python begins inside, unless PyTorch has one thread anyway.
+
+    The number of PyTorch's threads is the whole process's, and the bits of a run depend on it.
+    """
+    global _who
+    if torch.get_num_threads() == 1:
+        yield
+        return
+    if not _training.acquire(blocking=False):
+        raise RuntimeError(
+            f"the thread {_who!r} of this process is training, and thread "
+            f"{threading.current_thread().name!r} would too: the number of PyTorch's threads is "
+            "the whole process's, and a run's bits depend on it. Train in another process, or "
+            "call torch.set_num_threads(1) before both"
+        )
     try:
+        _who = threading.current_thread().name
         yield
     finally:
-        torch.set_num_threads(threads)
+        _training.release()

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from curvlab.learners import Learner, Population
 from curvlab.learners.described import described
 from curvlab.learners.population import Loss
-from curvlab.learners.rooms import rooms
+from curvlab.learners.rooms import one_at_a_time, rooms
 from curvlab.learners.stacked import population_of
 from curvlab.learners.statistics import BatchNormPolicy
 from curvlab.tasks.samples import Task
@@ -131,14 +131,15 @@ def learn(
         population, learner, schedule, record, file, batch_size, momentum, weight_decay, augment
     )
     bar = Progress(len(tasks), progress)
-    if first is not None and (record.task, record.step) == (0, 0):
-        loop.adopt(first, config, tasks[0])
-    for index in range(record.task, len(tasks)):
-        final = index == len(tasks) - 1 and not after_last
-        with advice_on_memory(population, learner, batch_size):
-            loop.train(index, tasks[index], bar, checkpoint_every)
-            loop.consolidate(index, tasks, evaluation, snapshots, remember=not final)
-        bar.end(summary(record, index))
+    with one_at_a_time():
+        if first is not None and (record.task, record.step) == (0, 0):
+            loop.adopt(first, config, tasks[0])
+        for index in range(record.task, len(tasks)):
+            final = index == len(tasks) - 1 and not after_last
+            with advice_on_memory(population, learner, batch_size):
+                loop.train(index, tasks[index], bar, checkpoint_every)
+                loop.consolidate(index, tasks, evaluation, snapshots, remember=not final)
+            bar.end(summary(record, index))
     return record.runs(population, learner, config | {"data": data_digest(tasks)})
 
 
