@@ -197,12 +197,15 @@ class Shelf:
             progress=self.progress,
         )
         spent = time.process_time() - began
-        # the lines first: a run whose file is there is never trained again, nor its line written
-        self.store.append([
+        # the lines first: a run whose file is there is never trained again, nor its line written.
+        # Whoever was killed between the two has left them.
+        known = {result.key for result in self.store.results()}
+        lines = [
             make_result(LABEL, "", run.seed, training, _summary(run), spent / len(runs),
                         training.version, self.command)
             for run in runs
-        ])  # fmt: skip
+        ]  # fmt: skip
+        self.store.append([line for line in lines if line.key not in known])
         for run in runs:
             run.save(self.file(training, run.seed))
         checkpoint.unlink()

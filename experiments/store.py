@@ -210,7 +210,7 @@ def _parse(line: bytes, where: str) -> Result:
             if not isinstance(getattr(result, name), kind):
                 raise TypeError(f"its {name} is {getattr(result, name)!r}")
         return result
-    except (ValueError, TypeError) as error:  # ValueError: neither JSON nor UTF-8
+    except (ValueError, TypeError, RecursionError) as error:  # ValueError: no JSON, no UTF-8
         raise StoreError(
             f"{where} is not a result ({error}). `python -m experiments repair` moves such lines "
             "to a file beside it and keeps the others"

@@ -12,9 +12,9 @@ import torch
 
 from curvlab.learners import EWC, GPM, OGD, SGD, SGDDagger
 from curvlab.nets import mlp
+from curvlab.signals import noted
 from curvlab.storage import StorageError
 from curvlab.training import Schedule, learn
-from curvlab.training.interrupt import deferred_interrupt
 from tests.small_problems import make_tasks, resnet
 
 SEEDS = (11, 13)
@@ -178,7 +178,7 @@ def test_ctrl_c_after_the_last_step_of_a_task_is_not_lost():
     before, reached = signal.getsignal(signal.SIGINT), []
 
     def body():
-        with deferred_interrupt() as stop:
+        with noted() as stop:
             os.kill(os.getpid(), signal.SIGINT)
             reached.append(stop.requested)
 
@@ -199,6 +199,7 @@ SCRIPT = """
 import sys, time, torch
 from curvlab.learners import SGD
 from curvlab.nets import mlp
+from curvlab.signals import noted
 from curvlab.tasks.samples import Samples, Task
 from curvlab.training import Schedule, learn
 
@@ -216,13 +217,14 @@ learn(mlp((4, 5, 2), seed=1), [task], Slow(), Schedule(0.1, epochs=1000), seeds=
 """
 
 
-def test_a_process_stopped_from_outside_leaves_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_stopped_from_outside_leaves_a_checkpoint(number, tmp_path):
     file = tmp_path / "run.safetensors"
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout.readline() == b"training\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert b"KeyboardInterrupt" in errors
     assert process.returncode != 0

@@ -18,6 +18,7 @@ from curvlab_kernels.formats import BLOCK, padded
 from torch import Tensor
 
 from curvlab.distributed.group import Group
+from curvlab.manifest import fits
 from curvlab.storage import (
     Pieces,
     StorageError,
@@ -152,8 +153,8 @@ def _require_rows(
 ) -> None:
     """Raise unless all files have the same rows, as the first one's manifest says."""
     first, manifest = opened[0]
-    names = manifest.get("rows")
-    if not isinstance(names, list) or not isinstance(manifest.get("facts"), dict):
+    names: Any = manifest.get("rows")
+    if not fits(names, [str]) or not isinstance(manifest.get("facts"), dict):
         raise StorageError(f"{path} does not say what its tensors are: it is damaged")
     for rank, (tensors, _) in opened.items():
         for name in names:

@@ -9,13 +9,13 @@ import torch
 
 from curvlab.distributed import files
 from curvlab.distributed.group import Group
-from curvlab.eigen.result import Eigenpairs, facts_from
+from curvlab.eigen.result import SMALL, Eigenpairs, facts_from
+from curvlab.manifest import require_tensors
 
 if TYPE_CHECKING:
     from curvlab.distributed.shards import Shards
 
 KIND = "sharded eigenpairs"
-_SMALL = ("values", "residuals", "converged")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class ShardedEigenpairs(Eigenpairs):
             about: More facts for the manifest (JSON).
         """
         facts = {**self.facts(), "about": dict(about or {})}
-        small = {name: getattr(self, name) for name in _SMALL}
+        small = {name: getattr(self, name) for name in SMALL}
         files.save(self.shards, Path(path), KIND, {"vectors": self.vectors}, small, facts)
         return Path(path)
 
@@ -58,5 +58,6 @@ class ShardedEigenpairs(Eigenpairs):
 
         shards = Shards(files.elements(path), group)
         tensors, facts = files.load(shards, Path(path), KIND)
-        placed: dict[str, Any] = {name: tensor.to(device) for name, tensor in tensors.items()}
-        return cls(shards=shards, **placed, **facts_from(facts))
+        require_tensors(path, tensors, {**SMALL, "vectors": (None, "k", shards.width)})
+        placed: dict[str, Any] = {name: tensors[name].to(device) for name in (*SMALL, "vectors")}
+        return cls(shards=shards, **placed, **facts_from(path, facts))

@@ -11,29 +11,51 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from curvlab.eigen.hidden import Chain
 from curvlab.eigen.identity import require_same
-from curvlab.eigen.result import certificate_facts, certificate_from
+from curvlab.eigen.result import CERTIFICATE, certificate_facts, certificate_from
 from curvlab.eigen.selection import Edge
 from curvlab.eigen.solver import Solver
+from curvlab.manifest import COUNT, FINITE, Shape, require_facts, require_tensors
 from curvlab.rows.space import previous
+from curvlab.storage import StorageError
 
 __all__ = ["previous", "read_checkpoint", "write_checkpoint"]
 
 KIND = "lanczos checkpoint"
-_NUMBERS = (
-    "multiplied",
-    "restarts",
-    "norm",
-    "chained",
-    "asymmetry_squares",
-    "asymmetry_count",
-    "rounding",
-    "ragged",
-    "lost",
-)
+_NUMBERS = {
+    "multiplied": COUNT,
+    "restarts": COUNT,
+    "norm": FINITE,
+    "chained": bool,
+    "asymmetry_squares": FINITE,
+    "asymmetry_count": COUNT,
+    "rounding": FINITE,
+    "ragged": FINITE,
+    "lost": FINITE,
+}
+_EDGE = {"point": FINITE, "side": int}
+_CHAIN = {
+    "first": COUNT,
+    "edges": [_EDGE],
+    "known": [[[FINITE, FINITE]]],
+    "alphas": [FINITE],
+    "betas": [FINITE],
+}
+_FORM = {
+    "asked": dict,
+    "krylov": _NUMBERS,
+    **dict.fromkeys(("products", "draws", "finds", "next_look"), COUNT),
+    "doubt": FINITE,
+    "converged_at": (None, COUNT),
+    "exhausted": bool,
+    "chain": (None, _CHAIN),
+    "certificate": (None, CERTIFICATE),
+    "seconds": FINITE,
+}
 
 
 def write_checkpoint(
@@ -80,13 +102,35 @@ def read_checkpoint(path: str | Path, solver: Solver, *, asked: dict[str, Any]) 
         The seconds spent before.
     """
     tensors, facts = solver.krylov.rows.space.load(Path(path), KIND)
+    require_facts(path, facts, _FORM)
     solver.certificate = certificate_from(facts["certificate"])
     if solver.certificate is not None:
         solver.products.trust(solver.certificate)
     rounding = max(solver.products.eps, solver.products.error)
     require_same(path, "solve", facts["asked"], asked, rounding)
+    _require_tensors(path, solver, tensors, facts)
     _restore(solver, tensors, facts)
     return float(facts["seconds"])
+
+
+def _require_tensors(
+    path: str | Path, solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]
+) -> None:
+    rows, multiplied = solver.krylov.rows, facts["krylov"]["multiplied"]
+    shapes: dict[str, Shape] = {
+        "rows": (rows.dtype, "size", rows.width),
+        "aside": (rows.dtype, "aside", rows.width),
+        "coupling": (torch.float64, "size", multiplied),
+        "aside coupling": (torch.float64, "aside", rows.capacity),
+    }
+    size = require_tensors(path, tensors, shapes)["size"]
+    good = multiplied <= size <= rows.capacity
+    if (chain := facts["chain"]) is not None:
+        good = good and 0 < len(chain["edges"]) == len(chain["known"]) and chain["first"] <= size
+        good = good and all(edge["side"] in (-1, 1) for edge in chain["edges"])
+        good = good and len(chain["alphas"]) == len(chain["betas"])
+    if not good:
+        raise StorageError(f"{path} is damaged: its figures contradict each other")
 
 
 def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -105,9 +149,9 @@ def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) 
     solver.doubt = facts["doubt"]
     solver.converged_at = facts["converged_at"]
     solver.exhausted = facts["exhausted"]
-    solver.next_look = facts.get("next_look", 0)  # an older file has none: look at once
+    solver.next_look = facts["next_look"]
     if facts["chain"] is not None:
-        chain = facts["chain"]
-        chain["edges"] = [Edge(**edge) for edge in chain["edges"]]
+        chain = {name: facts["chain"][name] for name in _CHAIN}
+        chain["edges"] = [Edge(edge["point"], edge["side"]) for edge in chain["edges"]]
         chain["known"] = [[(value, room) for value, room in side] for side in chain["known"]]
         solver.chain = Chain(**chain)

@@ -20,9 +20,12 @@ from curvlab.eigen.products import Products
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
 from curvlab.html import block, spark
+from curvlab.manifest import COUNT, Shape, require_facts, require_tensors
 from curvlab.probe import OperatorError
 from curvlab.rows import Rows
 from curvlab.storage import load_tensors, save_tensors
+
+HOLDS: dict[str, Shape] = dict.fromkeys(("nodes", "weights"), (torch.float64, "probes", "steps"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,6 +187,8 @@ class Density:
     def load(cls, path: str | Path) -> "Density":
         """Read what :meth:`save` wrote."""
         tensors, facts = load_tensors(path, "density")
+        require_tensors(path, tensors, HOLDS)
+        require_facts(path, facts, {"n": COUNT, "products": COUNT})
         return cls(tensors["nodes"], tensors["weights"], facts["n"], facts["products"])
 
 
@@ -246,7 +251,7 @@ def spectral_density(
     generator = torch.Generator().manual_seed(seed)
     none = torch.zeros(0, steps, dtype=torch.float64)
     finished = (none, none)  # nodes and weights, a row for each vector
-    saved = work.resume()
+    saved = work.resume({}, {}, {name: (*kind[:2], steps) for name, kind in HOLDS.items()})
     if saved is not None:
         finished = (saved.others["nodes"], saved.others["weights"])
 

@@ -27,8 +27,10 @@ from curvlab.eigen.result import Eigenpairs, judge, result_in
 from curvlab.eigen.selection import order
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
+from curvlab.manifest import COUNT, FINITE, Shape
 from curvlab.probe import Certificate, OperatorError
 from curvlab.rows import Rows
+from curvlab.storage import StorageError
 
 Stop = Literal["residual", "value"]
 STEPS = 20  # of the paper's tool, per pair
@@ -126,9 +128,15 @@ class _Search:
         none = torch.zeros(0, products.width, dtype=products.dtype, device=products.device)
         self.found = _Found((), none, none)
         self.known = Rows(self.space, products.n, dtype=products.dtype, device=products.device)
-        saved = work.resume()
+        long: Shape = (products.dtype, "pairs", products.width)
+        saved = work.resume(
+            {"values": [FINITE], "last": FINITE, "done": COUNT, "draws": COUNT},
+            {"vectors": long, "images": long, "current": (products.dtype, "one", products.width)},
+        )
         if saved is not None:
             facts = saved.facts
+            if len(facts["values"]) != len(saved.rows["vectors"]) or facts["draws"] > 10 * budget:
+                raise StorageError(f"{work.path} is damaged: its figures contradict each other")
             current = saved.rows["current"]
             self.found = _Found(
                 tuple(facts["values"]), saved.rows["vectors"], saved.rows["images"],

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from curvlab.eigen.outcome import Outcome
 from curvlab.html import block, spark
+from curvlab.manifest import COUNT, Shape, require_facts, require_tensors
 from curvlab.probe import Certificate
 from curvlab.rows import Space
 from curvlab.storage import load_tensors, save_tensors
@@ -30,6 +31,30 @@ if TYPE_CHECKING:
 
 RelativeTo = Literal["value", "norm"]
 _TENSORS = ("values", "vectors", "residuals", "converged")
+
+# What the file of a result holds besides the vectors.
+SMALL: dict[str, Shape] = {
+    "values": (torch.float64, "k"),
+    "residuals": (torch.float64, "k"),
+    "converged": (torch.bool, "k"),
+}
+CERTIFICATE = {
+    **dict.fromkeys(("symmetry", "repeatability", "linearity", "limit"), float),
+    "products": COUNT,
+}
+_FORM: dict[str, Any] = {
+    "complete": bool,
+    **dict.fromkeys(("doubt", "orthogonality", "norm", "floor", "asymmetry"), float),
+    "matvecs": COUNT,
+    "restarts": COUNT,
+    "seconds": float,
+    "outcome": frozenset(outcome.name for outcome in Outcome),
+    **dict.fromkeys(("reason", "method"), str),
+    "which": frozenset(("LM", "LA", "SA", "both")),
+    "tol": float,
+    "relative_to": frozenset(("value", "norm")),
+    "certificate": (None, CERTIFICATE),
+}
 
 
 class NotConvergedError(RuntimeError):
@@ -206,8 +231,9 @@ class Eigenpairs:
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "Eigenpairs":
         """Read what :meth:`save` wrote."""
         tensors, manifest = load_tensors(path, "eigenpairs")
+        require_tensors(path, tensors, {**SMALL, "vectors": (None, "k", "n")})
         placed: dict[str, Any] = {name: tensors[name].to(device) for name in _TENSORS}
-        return cls(**placed, **facts_from(manifest))
+        return cls(**placed, **facts_from(path, manifest))
 
     def facts(self) -> dict[str, Any]:
         """Everything but the tensors, as JSON."""
@@ -217,10 +243,10 @@ class Eigenpairs:
         return {**facts, "outcome": self.outcome.name, "certificate": certificate}
 
 
-def facts_from(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What :meth:`Eigenpairs.facts` gave, as it was; the manifest may hold more."""
-    names = [f.name for f in fields(Eigenpairs) if f.name not in _TENSORS]
-    facts = {name: manifest[name] for name in names}
+def facts_from(path: str | Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What :meth:`Eigenpairs.facts` gave, as it was; the manifest of ``path`` may hold more."""
+    facts = {name: fact for name, fact in manifest.items() if name in _FORM}
+    require_facts(path, facts, _FORM)
     facts["outcome"] = Outcome[facts["outcome"]]
     facts["certificate"] = certificate_from(facts["certificate"])
     return facts
@@ -275,7 +301,7 @@ def certificate_facts(certificate: Certificate | None) -> dict[str, float] | Non
 
 def certificate_from(facts: dict[str, Any] | None) -> Certificate | None:
     """A certificate from JSON."""
-    return None if facts is None else Certificate(**facts)
+    return None if facts is None else Certificate(**{name: facts[name] for name in CERTIFICATE})
 
 
 def _some(positions: Sequence[int], most: int = 8) -> str:

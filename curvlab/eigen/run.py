@@ -1,11 +1,8 @@
 """One solve from its first product to its result: checkpoints, progress, Ctrl-C."""
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +17,7 @@ from curvlab.eigen.request import Checkpoint, Request
 from curvlab.eigen.result import Eigenpairs
 from curvlab.eigen.solver import Solver
 from curvlab.eigen.work import Interrupted
+from curvlab.signals import Stop, noted
 
 
 def run(
@@ -82,60 +80,27 @@ def iterate(
     line = Progress(method, progress if space.leads else False)
     saved = solver.products.count
     try:
-        with _noted_signals(wait=not space.shared) as stopped:
+        with nullcontext(Stop()) if space.shared else noted() as stop:
             while not solver.finished:
-                if stopped():
+                if stop.requested:
                     raise KeyboardInterrupt
                 if every is not None and solver.products.count - saved >= every:
                     save()
                     saved = solver.products.count
                 solver.step()
                 line.update(solver.products.count, solver.found, solver.request.k, solver.stage)
-    except KeyboardInterrupt as stop:
+    except KeyboardInterrupt as error:
         if space.shared:  # other ranks may be a product further: what they all saved is what counts
             raise
         made = f"{method} was interrupted after {solver.products.count} products"
         if not solver.whole:
-            raise Interrupted(f"{made}, within a step: nothing was saved of it", None) from stop
+            raise Interrupted(f"{made}, within a step: nothing was saved of it", None) from error
         save()
         if not solver.finished:
             solver.finish(Outcome.INTERRUPTED, made)
-        raise Interrupted(f"{made}. {Outcome.INTERRUPTED.value}", result()) from stop
+        raise Interrupted(f"{made}. {Outcome.INTERRUPTED.value}", result()) from error
     finally:
         line.close()
-
-
-@contextmanager
-def _noted_signals(*, wait: bool) -> Iterator[Callable[[], bool]]:
-    """Note the first SIGINT or SIGTERM instead of raising; a second one raises at once.
-
-    Only in the main thread, where Python delivers signals, and only where nobody else handles them.
-
-    Args:
-        wait: Whether to note at all.
-    """
-    noted: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if noted:
-            signal.default_int_handler(number, frame)
-        noted.append(number)
-
-    usual: dict[int, Any] = {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGTERM: signal.SIG_DFL,
-    }
-    main = threading.current_thread() is threading.main_thread()
-    taken = [s for s, handler in usual.items() if wait and main and signal.getsignal(s) is handler]
-    try:
-        for number in taken:
-            signal.signal(number, note)
-        yield lambda: bool(noted)
-    finally:
-        for number in taken:
-            signal.signal(number, usual[number])
-    if noted:  # too late for the body to act on it: it must not be lost
-        raise KeyboardInterrupt
 
 
 def _identity(products: Products, asked: Request, start: Tensor | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from curvlab.eigen.products import Products
 from curvlab.eigen.result import Eigenpairs, NotConvergedError
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
+from curvlab.manifest import FINITE, Shape
 from curvlab.probe import OperatorError
 
 
@@ -171,7 +172,8 @@ class _System:
         self.damping, self.budget = damping, budget
         self.size = float(self.space.norm(b.to(self.products.dtype)))
         self.rows, self.shrink, self.inverse = self._deflation(pairs)
-        saved = work.resume()
+        wide: Shape = (torch.float64, 1, self.products.width)
+        saved = work.resume({"residual": FINITE, "norm": FINITE}, {"x": wide, "rest": wide})
         if saved is None:
             nothing = torch.zeros(self.products.width, dtype=torch.float64, device=b.device)
             # products along deflated directions are in no step's figures
@@ -181,6 +183,9 @@ class _System:
         else:
             rows, facts, inner = saved.rows, saved.facts, None
             if "total" in rows:
+                narrow: Shape = (self.products.dtype, 1, self.products.width)
+                parts = {"total": wide, "round rest": narrow, "ahead": narrow}
+                work.require(saved, {"along": FINITE, "left": FINITE}, parts)
                 total, rest, ahead = (rows[name][0] for name in ("total", "round rest", "ahead"))
                 inner = _Round(total, rest, ahead, facts["along"], facts["left"])
             self.at = _At(rows["x"][0], rows["rest"][0], facts["residual"], facts["norm"], inner)

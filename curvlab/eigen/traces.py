@@ -22,6 +22,7 @@ from curvlab.eigen.estimate import (
 from curvlab.eigen.products import Products
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
+from curvlab.manifest import COUNT, FINITE
 from curvlab.rows import Rows
 
 
@@ -97,7 +98,10 @@ def _hutch(work: Work, first: int, last: int, seed: int) -> Estimate:
     generator = torch.Generator().manual_seed(seed)
     total = 2 * first + last
     found = _Found(torch.zeros(0, products.width, dtype=products.dtype, device=products.device))
-    saved = work.resume()
+    saved = work.resume(
+        {"samples": [[FINITE, FINITE]], "shares": [FINITE]},
+        {"sketch": (products.dtype, "rows", products.width)},
+    )
     if saved is not None:
         samples = tuple((value, square) for value, square in saved.facts["samples"])
         found = _Found(saved.rows["sketch"], tuple(saved.facts["shares"]), samples)
@@ -172,7 +176,7 @@ def diagonal(
     generator = torch.Generator().manual_seed(seed)
     sums = torch.zeros(2, products.width, dtype=torch.float64, device=products.device)
     finished = (sums, 0)  # of the samples and of their squares; how many
-    saved = work.resume()
+    saved = work.resume({"done": COUNT}, {"sums": (torch.float64, 2, products.width)})
     if saved is not None:
         finished = (saved.rows["sums"], int(saved.facts["done"]))
 

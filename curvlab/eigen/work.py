@@ -6,12 +6,11 @@ wherever Ctrl-C or a termination signal strikes, what is there is whole. It is s
 save at a moment that one of them chooses: there, what the last regular save wrote is what counts.
 """
 
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +18,8 @@ from torch import Tensor
 from curvlab.eigen.identity import identity, require_same
 from curvlab.eigen.products import Products
 from curvlab.eigen.progress import Progress
+from curvlab.manifest import COUNT, Form, Shape, require_facts, require_tensors
+from curvlab.signals import termination_raises
 
 EVERY = 16  # products between two saves: a file may hold as many vectors
 
@@ -77,18 +78,40 @@ class Work:
             self.asked = {**arguments, **identity(products)}
         self.saved_at = products.count
 
-    def resume(self) -> State | None:
-        """What an earlier call with the same arguments and operator left, if there is a file."""
+    def resume(
+        self,
+        facts: Mapping[str, Form],
+        rows: Mapping[str, Shape],
+        others: Mapping[str, Shape] = MappingProxyType({}),
+    ) -> State | None:
+        """What an earlier call with the same arguments and operator left, if there is a file.
+
+        Args:
+            facts: The form that its facts must have (:mod:`curvlab.manifest`).
+            rows: The same of its long vectors.
+            others: And of its small tensors.
+        """
         if self.path is None or not self.products.space.exists(self.path):
             return None
-        tensors, facts = self.products.space.load(self.path, self._kind)
+        found, said = self.products.space.load(self.path, self._kind)
         rounding = max(self.products.eps, self.products.error)
-        require_same(self.path, self.what, facts["asked"], self.asked, rounding)
-        self.products.count += facts["products"]
+        form = {"asked": dict, "rows": [frozenset(found)], "products": COUNT, "facts": dict}
+        require_facts(self.path, said, form)
+        require_same(self.path, self.what, said["asked"], self.asked, rounding)
+        long = {name: found[name].to(self.products.device) for name in said["rows"]}
+        small = {name: tensor for name, tensor in found.items() if name not in long}
+        state = State(long, small, said["facts"])
+        self.require(state, facts, rows)
+        require_tensors(self.path, small, others)
+        self.products.count += said["products"]
         self.saved_at = self.products.count
-        rows = {name: tensors[name].to(self.products.device) for name in facts["rows"]}
-        others = {name: tensor for name, tensor in tensors.items() if name not in rows}
-        return State(rows, others, facts["facts"])
+        return state
+
+    def require(self, state: State, facts: Mapping[str, Form], rows: Mapping[str, Shape]) -> None:
+        """Raise unless what was read has the form that is needed to go on from it."""
+        path = self.path or ""
+        require_facts(path, state.facts, facts)
+        require_tensors(path, state.rows, rows)
 
     def keep(self, state: State) -> None:
         """Replace the file, unless that was done a few products ago."""
@@ -122,7 +145,7 @@ class Work:
             partial: The result from that, or ``None``.
         """
         try:
-            with _termination_raises():
+            with termination_raises():
                 yield
                 self.save(state())
         except KeyboardInterrupt as stop:
@@ -142,21 +165,3 @@ class Work:
     @property
     def _kind(self) -> str:
         return f"{self.what} checkpoint"
-
-
-@contextmanager
-def _termination_raises() -> Iterator[None]:
-    """SIGTERM raises ``KeyboardInterrupt`` in the body, where it would end the process at once.
-
-    Only in the main thread, where Python delivers signals, and only if nobody else handles it.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    try:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

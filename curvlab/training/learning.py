@@ -79,8 +79,8 @@ def learn(
             learners whose first task is plain SGD (``learner.serves_later_tasks``).
         after_last: ``False`` leaves out ``learner.after_task`` of the last task, such as a Hessian
             that no later task needs; only for the same learners.
-        checkpoint: A file, replaced after every task and at Ctrl-C. If it exists, training goes on
-            from it; it must come from the same settings, models and data.
+        checkpoint: A file, replaced after every task and at Ctrl-C or SIGTERM. If it exists,
+            training goes on from it; it must come from the same settings, models and data.
         checkpoint_every: Steps of a task after which the file is replaced too.
         progress: One line per task on stderr; ``None`` shows it on a terminal only.
 

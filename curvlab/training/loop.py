@@ -10,12 +10,12 @@ from torch import Tensor
 
 from curvlab.learners import Learner, Population, Step
 from curvlab.learners.seeds import derived_generator
+from curvlab.signals import Stop, noted
 from curvlab.tasks.samples import Samples, Task
 from curvlab.training.augment import Augment
 from curvlab.training.batches import seed_batches, steps_per_epoch
 from curvlab.training.branch import check_branch
 from curvlab.training.evaluate import Evaluation
-from curvlab.training.interrupt import StopRequest, deferred_interrupt
 from curvlab.training.progress import Progress
 from curvlab.training.record import Checkpoint, Record, data_digest
 from curvlab.training.run import Run
@@ -76,9 +76,9 @@ class Loop:
         self.population.seen = []
         bar.begin(index, task.name, steps, self.record.step)
         if self.file is None:
-            self._epochs(index, task.train, epochs, per_epoch, bar, every, StopRequest())
+            self._epochs(index, task.train, epochs, per_epoch, bar, every, Stop())
             return
-        with deferred_interrupt() as stop:
+        with noted() as stop:
             self._epochs(index, task.train, epochs, per_epoch, bar, every, stop)
 
     def _epochs(
@@ -89,7 +89,7 @@ class Loop:
         per_epoch: int,
         bar: Progress,
         every: int | None,
-        stop: StopRequest,
+        stop: Stop,
     ) -> None:
         record, timing = self.record, self.record.timings[-1]
         steps = per_epoch * epochs

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from curvlab.learners import Learner, Population
+from curvlab.manifest import COUNT, Shape, require_facts, require_tensors
 from curvlab.storage import StorageError, load_tensors, save_tensors
 from curvlab.tasks.samples import Task
 from curvlab.training.curve import Curve
@@ -66,6 +67,15 @@ class Record:
         ]
 
 
+_FORM = {
+    "config": dict,
+    "task": COUNT,
+    "step": COUNT,
+    "notes": [dict],
+    "timings": [dict],
+}
+
+
 @dataclass(slots=True)
 class Checkpoint:
     """One file that holds everything needed to go on bit for bit.
@@ -103,6 +113,11 @@ class Checkpoint:
         if not self.path.exists():
             return
         tensors, manifest = load_tensors(self.path, "training")
+        require_facts(self.path, manifest, _FORM)
+        task = manifest["task"]
+        done, begun = len(manifest["notes"]), len(manifest["timings"])
+        if task > len(record.names) or done != task or begun not in (task, task + 1):
+            raise StorageError(f"{self.path} is damaged: its figures contradict each other")
         # the round trip gives both sides JSON's types
         wanted = json.loads(json.dumps(self.config))
         if manifest["config"] != wanted:
@@ -110,19 +125,34 @@ class Checkpoint:
                 f"{self.path} belongs to another run: {_difference(manifest['config'], wanted)}. "
                 "Delete it to start again, or use another file"
             )
-        record.task, record.step = manifest["task"], manifest["step"]
+        count = sum(name.startswith("snapshots/") for name in tensors)
+        kept = [f"snapshots/{t}" for t in range(count)]
+        shape: Shape = (record.initial.dtype, *record.initial.shape)
+        matrices: dict[str, Shape] = {
+            f"matrices/{name}": (torch.float64, *matrix.shape)
+            for name, matrix in record.matrices.items()
+        }
+        require_tensors(
+            self.path, tensors, {**matrices, **dict.fromkeys(["initial", *kept], shape)}
+        )
+        record.task, record.step = task, manifest["step"]
         record.timings = manifest["timings"]
         record.initial = tensors["initial"]
         record.matrices = _below(tensors, "matrices/")
-        record.curve.load_state(_below(tensors, "curve/"))
-        count = sum(name.startswith("snapshots/") for name in tensors)
-        record.snapshots = [tensors[f"snapshots/{t}"] for t in range(count)]
+        record.snapshots = [tensors[name] for name in kept]
         done = len([timing for timing in record.timings if "evaluate_seconds" in timing])
         buffers = [_below(tensors, f"buffers/{t}/") for t in range(done)]
         record.buffers = [after for after in buffers if after]
-        population.load_state(_below(tensors, "population/"), record.task)
         learner.notes = manifest["notes"]
-        learner.load_state(population, _below(tensors, "learner/"))
+        try:  # what a learner keeps is its own affair, and so is whether it fits
+            record.curve.load_state(_below(tensors, "curve/"))
+            population.load_state(_below(tensors, "population/"), record.task)
+            learner.load_state(population, _below(tensors, "learner/"))
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise StorageError(
+                f"{self.path} is damaged: it does not hold the state of {type(learner).__name__} "
+                f"({type(error).__name__}: {error}). Delete it to start again"
+            ) from error
 
 
 def data_digest(tasks: Sequence[Task]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlab.manifest import COUNT, Shape, require_facts, require_tensors
 from curvlab.storage import load_tensors, save_tensors
 
 MATRICES = (
@@ -84,12 +85,19 @@ class Run:
     def load(cls, path: str | Path) -> "Run":
         """Read a file written by :meth:`save`."""
         tensors, manifest = load_tensors(path, "run")
+        form = {"seed": COUNT, "tasks": [str], "notes": [dict], "config": dict}
+        tasks = len(require_facts(path, manifest, form)["tasks"])
+        shapes: dict[str, Shape] = {"test_accuracy": (torch.float64, tasks, tasks)}
+        shapes |= {name: shapes["test_accuracy"] for name in MATRICES if name in tensors}
+        require_tensors(
+            path, tensors, {**shapes, "initial": (None, "P"), "snapshots": (None, "kept", "P")}
+        )
         # a run kept before these were measured has none of them
         unknown = torch.full_like(tensors["test_accuracy"], float("nan"))
         fields = {name: tensors.get(name, unknown) for name in MATRICES}
         fields |= {name: tensors[name] for name in ("initial", "snapshots")}
         nothing = torch.zeros(0, 0, dtype=torch.float64)
-        losses = [tensors.get(f"losses/{t}", nothing) for t in range(len(manifest["tasks"]))]
+        losses = [tensors.get(f"losses/{t}", nothing) for t in range(tasks)]
         prefix = "buffers/"
         return cls(
             seed=manifest["seed"],

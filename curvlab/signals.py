@@ -1,0 +1,64 @@
+"""Ctrl-C and polite kills at a safe moment.
+
+A long computation that keeps its state in a file is stopped between two of its steps: the first
+SIGINT or SIGTERM is noted, and a second one raises at once. Signals are taken only in the main
+thread, where Python delivers them, and only where nobody else handles them.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_USUAL: dict[int, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+}
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class Stop:
+    """Whether a signal asked to stop."""
+
+    requested = False
+
+
+@contextmanager
+def noted() -> Iterator[Stop]:
+    """Note the first signal in place of raising; a second one raises ``KeyboardInterrupt``.
+
+    One that was noted too late for the body to act on it raises at the end: none is lost.
+    """
+    stop = Stop()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            signal.default_int_handler(number, frame)
+        stop.requested = True
+
+    with _taken(note, signal.SIGINT, signal.SIGTERM):
+        yield stop
+    if stop.requested:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def termination_raises() -> Iterator[None]:
+    """SIGTERM raises ``KeyboardInterrupt`` in the body, where it would end the process at once."""
+    with _taken(signal.default_int_handler, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def _taken(handler: Handler, *numbers: int) -> Iterator[None]:
+    main = threading.current_thread() is threading.main_thread()
+    taken = [n for n in numbers if main and signal.getsignal(n) is _USUAL[n]]
+    try:
+        for number in taken:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, _USUAL[number])

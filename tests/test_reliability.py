@@ -1,0 +1,42 @@
+"""Kills, interrupts, full disks and damaged files, a few of each; `python -m tests.reliability`
+makes the whole table."""
+
+import pytest
+
+from tests.reliability.loaders import READERS, fuzz
+from tests.reliability.strikes import strikes, unharmed
+from tests.reliability.subjects import SUBJECTS
+
+KINDS = ("kill", "interrupt", "full disk")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_work_that_is_struck_down_goes_on_to_the_same_bits(name, kind, tmp_path):
+    found = strikes(kind, SUBJECTS[name], 2, tmp_path)
+    assert found["struck"] == 2
+    assert unharmed(found), found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("kind", "count"), [("kill", 30), ("interrupt", 200), ("full disk", 30)])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_work_that_is_struck_down_often_goes_on_to_the_same_bits(name, kind, count, tmp_path):
+    found = strikes(kind, SUBJECTS[name], count, tmp_path, seed=1)
+    assert found["struck"] == count
+    assert unharmed(found), found
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_refused_by_name_or_read_right(name, tmp_path):
+    found = fuzz(READERS[name], tmp_path, 40)
+    assert set(found) <= {"said", "right"}, found
+    assert found["said"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_many_damaged_files_are_refused_by_name_or_read_right(name, tmp_path):
+    found = fuzz(READERS[name], tmp_path, 500, seed=1)
+    assert set(found) <= {"said", "right"}, found
