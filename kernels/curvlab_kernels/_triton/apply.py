@@ -1,8 +1,9 @@
 """``g -= M' c`` in place, and ``M' c`` out of place in float64 for Cholesky QR.
 
 A program takes one tile of columns and walks over all rows in groups, whose sum stays within a
-thread. Programs run from the last column to the first: in a projection the coefficients were
-computed from the first to the last, so what was read last is still in the L2 cache.
+thread; for a short vector the rows are split over the threads of a program. Programs run from the
+last column to the first: in a projection the coefficients were computed from the first to the
+last, so what was read last is still in the L2 cache.
 """
 
 import torch
@@ -13,13 +14,9 @@ from torch import Tensor
 from curvlab_kernels._triton.combination import combination
 from curvlab_kernels._triton.dots import FEW
 from curvlab_kernels._triton.launch import launch
+from curvlab_kernels._triton.shapes import SHORT, tile
 from curvlab_kernels._triton.sums import sum_chunks
-from curvlab_kernels._triton.tiles import (
-    VECTORS,
-    combination_shape,
-    load_piece,
-    work_dtype,
-)
+from curvlab_kernels._triton.tiles import VECTORS, load_piece, work_dtype
 
 SCRATCH = 1 << 26  # elements of mixed rows that wait to be copied over their own sources
 
@@ -39,7 +36,7 @@ def subtract_into(rows: Tensor, coefficients: Tensor, vector: Tensor, target: Te
     ``target`` may be ``vector``. ``m >= 1``.
     """
     work = work_dtype(vector, rows)
-    tiles = -(-vector.shape[0] // combination_shape(rows.dtype, 1, work)[1])
+    tiles = -(-vector.shape[0] // tile("sum", rows, work).columns)
     squares = torch.empty(tiles, 1, dtype=torch.float64, device=rows.device)
     _launch(rows, coefficients, vector, target, work=work, squares=squares)
     return sum_chunks(squares)
@@ -82,7 +79,7 @@ def mix_(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
     if not _overlap(rows, into):
         _launch(rows, mixing, into, into, work=tl.float64, mix=True)
         return
-    columns = combination_shape(rows.dtype, 1 if k == 1 else VECTORS, tl.float64)[1]
+    columns = tile("sum" if k == 1 else "sums", rows, tl.float64).columns
     width = max(SCRATCH // k // columns, 1) * columns
     scratch = torch.empty(k, min(width, n), dtype=rows.dtype, device=rows.device)
     for start in range(0, n, width):
@@ -125,8 +122,12 @@ def _launch(
     m, ld = rows.shape
     b, n = vectors.shape if vectors.ndim == 2 else (1, vectors.shape[0])
     tile_vectors = 1 if b == 1 else VECTORS
-    tile_rows, columns = combination_shape(rows.dtype, tile_vectors, work)
-    tiles = -(-n // columns)
+    # Threads that add up what they split hold one result each, several times over: squares of
+    # float64 would be added to other bits in each of them.
+    split = b == 1 and n <= SHORT and squares is None and not mix
+    name = "sum short" if split else "sum" if b == 1 else "sums"
+    chosen = tile(name, rows, work)
+    tiles = -(-n // chosen.columns)
     vector_groups = -(-b // tile_vectors)
     launch(
         apply_kernel,
@@ -144,15 +145,17 @@ def _launch(
         ld // 16,
         0 if scales is None else scales.shape[1],
         target.stride(0) if b > 1 else 0,
-        start // columns,
+        start // chosen.columns,
         0 if sums is None else coefficients.shape[0],
         tiles,
         vector_groups,
-        ROWS=tile_rows,
-        BLOCK=columns,
+        warps=chosen.warps,
+        ROWS=chosen.rows,
+        BLOCK=chosen.columns,
         VECTORS=tile_vectors,
         CHUNKS=0 if sums is None else FEW,
         SCALED=scales is not None,
+        SPLIT=split,
         SQUARES=squares is not None,
         MIX=mix,
         WORK=work,
@@ -221,6 +224,7 @@ def apply_tile(
     VECTORS: tl.constexpr,
     CHUNKS: tl.constexpr,
     SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
     SQUARES: tl.constexpr,
     MIX: tl.constexpr,
     MASKED: tl.constexpr,
@@ -230,7 +234,8 @@ def apply_tile(
     start = tile_index * BLOCK
     # fmt: off
     t0, t1, t2, t3 = combination(rows, scales, coefficients, sums, v0, m, count, n, ld, scale_ld,
-                                 start, chunks, ROWS, BLOCK, VECTORS, CHUNKS, SCALED, MASKED, WORK)
+                                 start, chunks, ROWS, BLOCK, VECTORS, CHUNKS, SCALED, SPLIT,
+                                 MASKED, WORK)
     finish_tile(t0, vectors, target, squares, v0, vector_ld, start, n, tile_index, first_tile,
                 BLOCK, VECTORS, SQUARES, MIX, MASKED)
     if VECTORS > 1:
@@ -283,6 +288,7 @@ def apply_kernel(
     VECTORS: tl.constexpr,
     CHUNKS: tl.constexpr,
     SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
     SQUARES: tl.constexpr,
     MIX: tl.constexpr,
     WORK: tl.constexpr,
@@ -296,9 +302,9 @@ def apply_kernel(
     if (tile_index + 1) * BLOCK <= n:
         apply_tile(rows, scales, coefficients, vectors, target, sums, squares, v0, m, count, n,
                    ld16 * 16, scale_ld, vector_ld, chunks, tile_index, first_tile,
-                   ROWS, BLOCK, VECTORS, CHUNKS, SCALED, SQUARES, MIX, False, WORK)
+                   ROWS, BLOCK, VECTORS, CHUNKS, SCALED, SPLIT, SQUARES, MIX, False, WORK)
     else:
         apply_tile(rows, scales, coefficients, vectors, target, sums, squares, v0, m, count, n,
                    ld16 * 16, scale_ld, vector_ld, chunks, tile_index, first_tile,
-                   ROWS, BLOCK, VECTORS, CHUNKS, SCALED, SQUARES, MIX, True, WORK)
+                   ROWS, BLOCK, VECTORS, CHUNKS, SCALED, SPLIT, SQUARES, MIX, True, WORK)
     # fmt: on

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from curvlab_kernels._triton.tiles import load_rows
+from curvlab_kernels._triton.tiles import load_codes, load_scales
 
 
 @triton.jit
@@ -39,6 +39,19 @@ def load_weights(
 
 
 @triton.jit
+def weighted(codes, scale, weight, SCALED: tl.constexpr):
+    """The rows of a tile times their weights, ``(ROWS, BLOCK)``."""
+    if SCALED:
+        ROWS: tl.constexpr = codes.shape[0]
+        BLOCK: tl.constexpr = codes.shape[1]
+        factor = (weight[:, None] * scale)[:, :, None]
+        each = tl.reshape(tl.reshape(codes, [ROWS, BLOCK // 64, 64]) * factor, [ROWS, BLOCK])
+    else:
+        each = weight[:, None] * codes
+    return each
+
+
+@triton.jit
 def combination(
     rows,
     scales,
@@ -57,11 +70,16 @@ def combination(
     VECTORS: tl.constexpr,
     CHUNKS: tl.constexpr,
     SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
     MASKED: tl.constexpr,
     WORK: tl.constexpr,
 ):
-    """``M' c`` ``(BLOCK,)`` on the columns from ``start``, for the vectors from ``v0`` on."""
-    t0 = tl.zeros([BLOCK], WORK)
+    """``M' c`` ``(BLOCK,)`` on the columns from ``start``, for the vectors from ``v0`` on.
+
+    With SPLIT, of one vector, threads take different rows and add up at the end: a narrow tile
+    then keeps a whole program busy, and a short vector has tiles for all processors.
+    """
+    t0 = tl.zeros([ROWS, BLOCK] if SPLIT else [BLOCK], WORK)
     t1 = tl.zeros([BLOCK], WORK)
     t2 = tl.zeros([BLOCK], WORK)
     t3 = tl.zeros([BLOCK], WORK)
@@ -72,19 +90,26 @@ def combination(
     # fmt: off
     for first in range(0, m, ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        tile = load_rows(rows, scales, row, row < m, ld, scale_ld, start, n,
-                         BLOCK, SCALED, MASKED, WORK)
+        tile = load_codes(rows, row, row < m, ld, start, n, BLOCK, MASKED, WORK)
+        scale = tile
+        if SCALED:
+            scale = load_scales(scales, row, row < m, scale_ld, start, BLOCK, WORK)
         weight = load_weights(coefficients, sums, row, v0, m, count, start, chunks, CHUNKS, WORK)
-        t0 += tl.sum(weight[:, None] * tile, axis=0)
+        if SPLIT:
+            t0 += weighted(tile, scale, weight, SCALED)
+        else:
+            t0 += tl.sum(weighted(tile, scale, weight, SCALED), axis=0)
         if VECTORS > 1:
             weight = load_weights(coefficients, sums, row, v1, m, count, start, chunks, CHUNKS,
                                   WORK)
-            t1 += tl.sum(weight[:, None] * tile, axis=0)
+            t1 += tl.sum(weighted(tile, scale, weight, SCALED), axis=0)
             weight = load_weights(coefficients, sums, row, v2, m, count, start, chunks, CHUNKS,
                                   WORK)
-            t2 += tl.sum(weight[:, None] * tile, axis=0)
+            t2 += tl.sum(weighted(tile, scale, weight, SCALED), axis=0)
             weight = load_weights(coefficients, sums, row, v3, m, count, start, chunks, CHUNKS,
                                   WORK)
-            t3 += tl.sum(weight[:, None] * tile, axis=0)
+            t3 += tl.sum(weighted(tile, scale, weight, SCALED), axis=0)
     # fmt: on
+    if SPLIT:
+        t0 = tl.sum(t0, axis=0)
     return t0, t1, t2, t3

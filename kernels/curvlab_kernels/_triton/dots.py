@@ -2,7 +2,9 @@
 
 Stage one: a program takes a group of rows, up to four vectors and a chunk of at most 64k columns,
 and walks over them in tiles. Every element of a tile has its own float32 sum, of at most 512
-products; they are added in float64. Stage two adds the chunks
+products; they are added in float64. Of one-byte codes 16 that share a scale, all in one thread, are
+summed before it is multiplied, so one multiplication and one sum serve them. Stage two adds the
+chunks
 (:mod:`curvlab_kernels._triton.sums`). The basis is read once (for a block once per four vectors,
 but the first time only from memory: the programs are neighbours and share the L2 cache), a vector
 once per group of rows.
@@ -14,16 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from curvlab_kernels._triton.launch import launch
+from curvlab_kernels._triton.shapes import SHORT, Tile, shapes, tile
 from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels._triton.tiles import (
     VECTORS,
-    dot_shape,
+    load_codes,
     load_piece,
-    load_rows,
+    load_scales,
     work_dtype,
 )
 
-PROGRAMS = 2048  # enough to fill any GPU several times over; a constant, so results are portable
 FEW = 64  # chunks that a consumer can add up by itself, without a launch of stage two
 LONGEST = 65536  # columns of a chunk
 
@@ -37,15 +39,24 @@ def coefficients(rows: Tensor, vectors: Tensor, scales: Tensor | None = None) ->
     return sum_chunks(partials.view(partials.shape[0], -1)).view(*vectors.shape[:-1], m)
 
 
-def chunking(n: int, columns: int, groups: int) -> tuple[int, int]:
-    """How many chunks, of how many tiles each; depends on the problem only, not on the device."""
+def chunking(
+    n: int, columns: int, groups: int, warps: int, device: torch.device
+) -> tuple[int, int]:
+    """How many chunks, of how many tiles each, where ``groups`` programs of ``warps`` share one."""
     tiles = -(-n // columns)
-    if tiles <= 8 * FEW:
-        chunks = min(tiles, FEW)
+    if n <= SHORT:
+        per_chunk = -(-tiles // FEW)
     else:
-        chunks = max(-(-PROGRAMS // groups), -(-n // LONGEST), FEW)
-    per_chunk = -(-tiles // min(chunks, tiles))
+        chosen = shapes(device)
+        per_chunk = max(-(-tiles * groups * warps // chosen.warps), chosen.least)
+        per_chunk = min(per_chunk, LONGEST // columns)
     return -(-tiles // per_chunk), per_chunk
+
+
+def dot_tile(rows: Tensor, n: int, name: str, work: tl.dtype) -> Tile:
+    """The tile for inner products ``name``; a small one where there is little to do."""
+    few = rows.shape[0] <= 8 or n <= SHORT
+    return tile("dot short" if few and name != "dots" else name, rows, work)
 
 
 def partial_coefficients(
@@ -63,10 +74,10 @@ def partial_coefficients(
     m, ld = rows.shape
     b, n = vectors.shape if vectors.ndim == 2 else (1, vectors.shape[0])
     tile_vectors = 1 if b == 1 else VECTORS
-    tile_rows, columns = dot_shape(rows.dtype, m, tile_vectors, work)
-    groups = -(-m // tile_rows)
+    chosen = dot_tile(rows, n, "dot" if b == 1 else "dots", work)
+    groups = -(-m // chosen.rows)
     vector_groups = -(-b // tile_vectors)
-    chunks, tiles = chunking(n, columns, groups * vector_groups)
+    chunks, tiles = chunking(n, chosen.columns, groups * vector_groups, chosen.warps, rows.device)
     width = m + 1 if squares else m
     partials = torch.empty(chunks, b, width, dtype=torch.float64, device=rows.device)
     launch(
@@ -87,8 +98,9 @@ def partial_coefficients(
         vector_groups,
         -(-m // groups),
         tiles,
-        ROWS=tile_rows,
-        BLOCK=columns,
+        warps=chosen.warps,
+        ROWS=chosen.rows,
+        BLOCK=chosen.columns,
         VECTORS=tile_vectors,
         SCALED=scales is not None,
         SQUARES=squares,
@@ -149,10 +161,11 @@ def partials_kernel(
     v3 = tl.minimum(v0 + 3, count - 1)
     ld = ld16 * 16  # so that the compiler knows it divisible
 
-    c0 = tl.zeros([ROWS, BLOCK], WORK)
-    c1 = tl.zeros([ROWS, BLOCK], WORK)
-    c2 = tl.zeros([ROWS, BLOCK], WORK)
-    c3 = tl.zeros([ROWS, BLOCK], WORK)
+    SUMS: tl.constexpr = BLOCK // 16 if SCALED else BLOCK
+    c0 = tl.zeros([ROWS, SUMS], WORK)
+    c1 = tl.zeros([ROWS, SUMS], WORK)
+    c2 = tl.zeros([ROWS, SUMS], WORK)
+    c3 = tl.zeros([ROWS, SUMS], WORK)
     square = tl.zeros([BLOCK], tl.float64)
     full = n // BLOCK
     first = chunk * tiles
@@ -179,6 +192,18 @@ def partials_kernel(
     if SQUARES:
         if group == 0:
             tl.store(out + m, tl.sum(square, axis=0))
+
+
+@triton.jit
+def products(codes, scale, piece, SCALED: tl.constexpr):
+    """Products of a tile with a piece of a vector: of every column, or with SCALED of every 16."""
+    each = codes * piece.to(codes.dtype)[None, :]
+    if SCALED:
+        ROWS: tl.constexpr = codes.shape[0]
+        BLOCK: tl.constexpr = codes.shape[1]
+        sums = tl.sum(tl.reshape(each, [ROWS, BLOCK // 64, 4, 16]), axis=3)
+        each = tl.reshape(sums * scale[:, :, None], [ROWS, BLOCK // 16])
+    return each
 
 
 @triton.jit
@@ -210,19 +235,19 @@ def add_tile(
     WORK: tl.constexpr,
 ):
     """Add the products of one tile with one or four vectors, element by element."""
-    # fmt: off
-    tile = load_rows(rows, scales, row, present, ld, scale_ld, start, n,
-                     BLOCK, SCALED, MASKED, WORK)
-    # fmt: on
+    tile = load_codes(rows, row, present, ld, start, n, BLOCK, MASKED, WORK)
+    scale = tile
+    if SCALED:
+        scale = load_scales(scales, row, present, scale_ld, start, BLOCK, WORK)
     piece = load_piece(vectors, v0, vector_ld, start, n, BLOCK, VECTORS, MASKED)
-    c0 += tile * piece.to(WORK)[None, :]
+    c0 += products(tile, scale, piece, SCALED)
     if SQUARES:
         square += piece.to(tl.float64) * piece.to(tl.float64)
     if VECTORS > 1:
         piece = load_piece(vectors, v1, vector_ld, start, n, BLOCK, VECTORS, MASKED)
-        c1 += tile * piece.to(WORK)[None, :]
+        c1 += products(tile, scale, piece, SCALED)
         piece = load_piece(vectors, v2, vector_ld, start, n, BLOCK, VECTORS, MASKED)
-        c2 += tile * piece.to(WORK)[None, :]
+        c2 += products(tile, scale, piece, SCALED)
         piece = load_piece(vectors, v3, vector_ld, start, n, BLOCK, VECTORS, MASKED)
-        c3 += tile * piece.to(WORK)[None, :]
+        c3 += products(tile, scale, piece, SCALED)
     return c0, c1, c2, c3, square

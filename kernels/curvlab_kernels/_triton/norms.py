@@ -22,7 +22,7 @@ def norm(vector: Tensor) -> Tensor:
 def squares(vector: Tensor) -> Tensor:
     """Sums of squares of ``(n,)`` or of every row of ``(b, n)``: ``(b,)`` float64; not empty."""
     b, n = vector.shape if vector.ndim == 2 else (1, vector.shape[0])
-    chunks, tiles = chunking(n, COLUMNS, b)
+    chunks, tiles = chunking(n, COLUMNS, b, 4, vector.device)
     partials = torch.empty(chunks, b, dtype=torch.float64, device=vector.device)
     stride = vector.stride(0) if b > 1 else 0
     launch(squares_kernel, chunks * b, vector, partials, b, n, stride, tiles, BLOCK=COLUMNS)

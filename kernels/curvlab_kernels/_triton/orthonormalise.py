@@ -15,7 +15,7 @@ from curvlab_kernels._triton.dots import chunking, partial_coefficients
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.norms import normalise_, squares
 from curvlab_kernels._triton.sums import sum_chunks
-from curvlab_kernels._triton.tiles import load_rows, work_dtype
+from curvlab_kernels._triton.tiles import load_codes, work_dtype
 from curvlab_kernels.algebra import rank_tolerance
 
 # Rows that fit: (rows, columns, warps) of a tile in registers, by bytes of the work dtype.
@@ -79,7 +79,7 @@ def subtract_and_dot(
         products, length = coefficients_and_squares(rows, rest)
         return products, length, rest
     tile_rows, columns, warps = shape
-    chunks, tiles = chunking(n, columns, 1)
+    chunks, tiles = chunking(n, columns, 1, warps, rows.device)
     partials = torch.empty(chunks, m + 1, dtype=torch.float64, device=rows.device)
     launch(
         middle_kernel,
@@ -120,7 +120,7 @@ def middle_tile(
 ):
     """One tile: inner products ``(ROWS,)`` of the rows with the rest, and its squares."""
     column = start + tl.arange(0, BLOCK)
-    tile = load_rows(rows, rows, row, present, ld, 0, start, n, BLOCK, False, MASKED, WORK)
+    tile = load_codes(rows, row, present, ld, start, n, BLOCK, MASKED, WORK)
     if MASKED:
         piece = tl.load(vector + column, mask=column < n, other=0.0)
     else:

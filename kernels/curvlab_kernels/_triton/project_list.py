@@ -12,18 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 from curvlab_kernels._triton.combination import combination
-from curvlab_kernels._triton.dots import FEW, chunking
+from curvlab_kernels._triton.dots import FEW, chunking, dot_tile, products
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.segments import (
     WINDOW,
     Segments,
+    elements,
     gather,
     meeting,
     segment,
     segments,
 )
+from curvlab_kernels._triton.shapes import SHORT, tile
 from curvlab_kernels._triton.sums import sum_chunks
-from curvlab_kernels._triton.tiles import combination_shape, dot_shape, load_rows, work_dtype
+from curvlab_kernels._triton.tiles import load_codes, load_scales, work_dtype
 from curvlab_kernels.algebra import solve
 
 ELEMENTS = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -49,8 +51,8 @@ def project_list_(
     where = segments(tensors)
     weights, removed = list_coefficients(rows, scales, where, factor, tensors[0], 1, 0.0)
     work = work_dtype(tensors[0], rows)
-    tile_rows, columns = combination_shape(rows.dtype, 1, work)
-    tiles = -(-where.n // columns)
+    chosen = tile("sum short" if where.n <= SHORT else "sum", rows, work)
+    tiles = -(-where.n // chosen.columns)
     launch(
         list_apply_kernel,
         tiles,
@@ -66,11 +68,13 @@ def project_list_(
         0 if scales is None else scales.shape[1],
         weights.shape[0] if weights is not removed else 0,
         tiles,
-        ROWS=tile_rows,
-        BLOCK=columns,
+        warps=chosen.warps,
+        ROWS=chosen.rows,
+        BLOCK=chosen.columns,
         WINDOW=WINDOW,
         CHUNKS=0 if weights is removed else FEW,
         SCALED=scales is not None,
+        SPLIT=where.n <= SHORT,
         ELEMENT=ELEMENTS[tensors[0].dtype],
         WORK=work,
         reaches=where.tensors,
@@ -100,10 +104,9 @@ def list_coefficients(
     """
     m = rows.shape[0]
     work = work_dtype(example, rows)
-    tile_rows, columns = dot_shape(rows.dtype, m, 1, work)
-    columns = min(columns, 4096 // tile_rows)  # the gather needs registers too: see the audit
-    groups = -(-m // tile_rows)
-    chunks, tiles = chunking(where.n, columns, groups)
+    chosen = dot_tile(rows, where.n, "list", work)
+    groups = -(-m // chosen.rows)
+    chunks, tiles = chunking(where.n, chosen.columns, groups, chosen.warps, rows.device)
     partials = torch.empty(chunks, m, dtype=torch.float64, device=rows.device)
     launch(
         list_partials_kernel,
@@ -121,8 +124,9 @@ def list_coefficients(
         groups,
         -(-m // groups),
         tiles,
-        ROWS=tile_rows,
-        BLOCK=columns,
+        warps=chosen.warps,
+        ROWS=chosen.rows,
+        BLOCK=chosen.columns,
         WINDOW=WINDOW,
         LISTS=lists,
         DECAY=weight_decay != 0.0,
@@ -180,24 +184,51 @@ def list_partials_kernel(
     present = (local < group_rows) & (row < m)
     ld = ld16 * 16
 
-    total = tl.zeros([ROWS, BLOCK], WORK)
+    total = tl.zeros([ROWS, BLOCK // 16 if SCALED else BLOCK], WORK)
     full = n // BLOCK
     first = chunk * tiles
     # fmt: off
     for tile_index in range(first, tl.minimum(first + tiles, full)):
-        start = tile_index * BLOCK
-        tile = load_rows(rows, scales, row, present, ld, scale_ld, start, n,
-                         BLOCK, SCALED, False, WORK)
-        piece = gather(table, index, weight_decay, start, n, BLOCK, WINDOW, LISTS, DECAY, ELEMENT)
-        total += tile * piece.to(WORK)[None, :]
+        total += list_products(rows, scales, table, index, weight_decay, row, present, ld, scale_ld,
+                               tile_index * BLOCK, n, BLOCK, WINDOW, LISTS, DECAY, SCALED, False,
+                               ELEMENT, WORK)
     if (first + tiles > full) & (full * BLOCK < n):
-        start = full * BLOCK
-        tile = load_rows(rows, scales, row, present, ld, scale_ld, start, n,
-                         BLOCK, SCALED, True, WORK)
-        piece = gather(table, index, weight_decay, start, n, BLOCK, WINDOW, LISTS, DECAY, ELEMENT)
-        total += tile * piece.to(WORK)[None, :]
+        total += list_products(rows, scales, table, index, weight_decay, row, present, ld, scale_ld,
+                               full * BLOCK, n, BLOCK, WINDOW, LISTS, DECAY, SCALED, True,
+                               ELEMENT, WORK)
     # fmt: on
     tl.store(partials + chunk * m + row, tl.sum(total.to(tl.float64), axis=1), mask=present)
+
+
+@triton.jit
+def list_products(
+    rows,
+    scales,
+    table,
+    index,
+    weight_decay,
+    row,
+    present,
+    ld,
+    scale_ld,
+    start,
+    n,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LISTS: tl.constexpr,
+    DECAY: tl.constexpr,
+    SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    WORK: tl.constexpr,
+):
+    """Products of one tile with the piece of the list that meets its columns."""
+    tile = load_codes(rows, row, present, ld, start, n, BLOCK, MASKED, WORK)
+    scale = tile
+    if SCALED:
+        scale = load_scales(scales, row, present, scale_ld, start, BLOCK, WORK)
+    piece = gather(table, index, weight_decay, start, n, BLOCK, WINDOW, LISTS, DECAY, ELEMENT)
+    return products(tile, scale, piece, SCALED)
 
 
 @triton.jit
@@ -216,6 +247,7 @@ def list_combination(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
     WORK: tl.constexpr,
 ):
     """``M' c`` ``(BLOCK,)`` on the columns from ``start``, of which some may be beyond ``n``."""
@@ -223,10 +255,12 @@ def list_combination(
     # fmt: off
     if start + BLOCK <= n:
         total, _, _, _ = combination(rows, scales, coefficients, sums, v0, m, 1, n, ld, scale_ld,
-                                     start, chunks, ROWS, BLOCK, 1, CHUNKS, SCALED, False, WORK)
+                                     start, chunks, ROWS, BLOCK, 1, CHUNKS, SCALED, SPLIT, False,
+                                     WORK)
     else:
         total, _, _, _ = combination(rows, scales, coefficients, sums, v0, m, 1, n, ld, scale_ld,
-                                     start, chunks, ROWS, BLOCK, 1, CHUNKS, SCALED, True, WORK)
+                                     start, chunks, ROWS, BLOCK, 1, CHUNKS, SCALED, SPLIT, True,
+                                     WORK)
     # fmt: on
     return total
 
@@ -250,19 +284,18 @@ def list_apply_kernel(
     WINDOW: tl.constexpr,
     CHUNKS: tl.constexpr,
     SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
     ELEMENT: tl.constexpr,
     WORK: tl.constexpr,
 ):
     start = (tiles - 1 - tl.program_id(0)).to(tl.int64) * BLOCK
     # fmt: off
     removed = list_combination(rows, scales, coefficients, sums, m, n, ld16 * 16, scale_ld, start,
-                               chunks, ROWS, BLOCK, CHUNKS, SCALED, WORK)
+                               chunks, ROWS, BLOCK, CHUNKS, SCALED, SPLIT, WORK)
     # fmt: on
-    column = start + tl.arange(0, BLOCK)
     first, last = meeting(index, start, n, BLOCK, WINDOW)
     for number in range(first, last + 1):
-        begin, length, pointers = segment(table, number, 1)
-        at = tl.load(pointers).to(tl.pointer_type(ELEMENT)) + (column - begin)
-        mask = (column >= begin) & (column < begin + length)
-        piece = tl.load(at, mask=mask, other=0.0)
-        tl.store(at, (piece - removed).to(ELEMENT), mask=mask)
+        offset, inside, address = segment(table, number, start, BLOCK, 1)
+        at = elements(address, offset, BLOCK, ELEMENT)
+        piece = tl.load(at, mask=inside, other=0.0)
+        tl.store(at, (piece - removed).to(ELEMENT), mask=inside)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvlab_kernels import formats
 from curvlab_kernels._triton.launch import launch
-from curvlab_kernels._triton.tiles import load_rows
+from curvlab_kernels._triton.tiles import load_codes, load_scales
 from curvlab_kernels.formats import LEVELS, padded
 
 BLOCKS = 16  # of 64 columns in a tile
@@ -142,13 +142,10 @@ def dequantise_kernel(
     present = row >= 0
     column = start + tl.arange(0, BLOCK)
     out = values + row[:, None] * n + column[None, :]
-    # fmt: off
     if start + BLOCK <= n:
-        tile = load_rows(rows, scales, row, present, ld, scale_ld, start, n,
-                         BLOCK, True, False, tl.float32)
-        tl.store(out, tile)
+        codes = load_codes(rows, row, present, ld, start, n, BLOCK, False, tl.float32)
     else:
-        tile = load_rows(rows, scales, row, present, ld, scale_ld, start, n,
-                         BLOCK, True, True, tl.float32)
-        tl.store(out, tile, mask=(column < n)[None, :])
-    # fmt: on
+        codes = load_codes(rows, row, present, ld, start, n, BLOCK, True, tl.float32)
+    scale = load_scales(scales, row, present, scale_ld, start, BLOCK, tl.float32)
+    value = tl.reshape(tl.reshape(codes, [1, BLOCK // 64, 64]) * scale[:, :, None], [1, BLOCK])
+    tl.store(out, value, mask=(column < n)[None, :])

@@ -77,10 +77,26 @@ def meeting(index, start, n, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def segment(table, number, LISTS: tl.constexpr):
-    """First column, length and the row of the table of tensor ``number``."""
+def segment(table, number, start, BLOCK: tl.constexpr, LISTS: tl.constexpr):
+    """Tensor ``number`` as seen from column ``start``: where it lies in a tile, and its addresses.
+
+    Returns the offset of the tile's first column in the tensor (int64), the lanes ``(BLOCK,)``
+    that meet it, and its row of addresses. Lanes are compared in 32 bits: each of them is.
+    """
     at = table + number * (2 + LISTS)
-    return tl.load(at), tl.load(at + 1), at + 2
+    offset = start - tl.load(at)
+    left = tl.load(at + 1) - offset
+    lane = tl.arange(0, BLOCK)
+    inside = (lane >= tl.maximum(-offset, 0).to(tl.int32)) & (
+        lane < tl.minimum(left, BLOCK).to(tl.int32)
+    )
+    return offset, inside, at + 2
+
+
+@triton.jit
+def elements(address, offset, BLOCK: tl.constexpr, ELEMENT: tl.constexpr):
+    """Pointers ``(BLOCK,)`` from ``offset`` on into the tensor whose address is stored."""
+    return tl.load(address).to(tl.pointer_type(ELEMENT)) + offset + tl.arange(0, BLOCK)
 
 
 @triton.jit
@@ -97,16 +113,13 @@ def gather(
     ELEMENT: tl.constexpr,
 ):
     """The columns from ``start`` of the first list; with DECAY plus that times the second."""
-    column = start + tl.arange(0, BLOCK)
     first, last = meeting(index, start, n, BLOCK, WINDOW)
     total = tl.zeros([BLOCK], ELEMENT)
     for number in range(first, last + 1):
-        begin, length, pointers = segment(table, number, LISTS)
-        at = column - begin
-        mask = (at >= 0) & (at < length)
-        piece = tl.load(tl.load(pointers).to(tl.pointer_type(ELEMENT)) + at, mask=mask, other=0.0)
+        offset, inside, address = segment(table, number, start, BLOCK, LISTS)
+        piece = tl.load(elements(address, offset, BLOCK, ELEMENT), mask=inside, other=0.0)
         if DECAY:
-            decayed = tl.load(pointers + 1).to(tl.pointer_type(ELEMENT)) + at
-            piece += tl.full([], weight_decay, ELEMENT) * tl.load(decayed, mask=mask, other=0.0)
+            decayed = elements(address + 1, offset, BLOCK, ELEMENT)
+            piece += tl.full([], weight_decay, ELEMENT) * tl.load(decayed, mask=inside, other=0.0)
         total += piece
     return total

@@ -15,8 +15,9 @@ from torch import Tensor
 from curvlab_kernels._triton.dots import FEW
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.project_list import ELEMENTS, list_coefficients, list_combination
-from curvlab_kernels._triton.segments import WINDOW, meeting, segment, segments
-from curvlab_kernels._triton.tiles import combination_shape, work_dtype
+from curvlab_kernels._triton.segments import WINDOW, elements, meeting, segment, segments
+from curvlab_kernels._triton.shapes import SHORT, tile
+from curvlab_kernels._triton.tiles import work_dtype
 
 
 def sgd_step_(
@@ -53,8 +54,8 @@ def sgd_step_(
     else:
         weights = removed = torch.zeros(0, dtype=torch.float64, device=rows.device)
     work = work_dtype(example, rows)
-    tile_rows, columns = combination_shape(rows.dtype, 1, work)
-    tiles = -(-where.n // columns)
+    chosen = tile("sum short" if where.n <= SHORT else "sum", rows, work)
+    tiles = -(-where.n // chosen.columns)
     launch(
         sgd_kernel,
         tiles,
@@ -73,13 +74,15 @@ def sgd_step_(
         0 if scales is None else scales.shape[1],
         weights.shape[0] if weights is not removed else 0,
         tiles,
-        ROWS=tile_rows,
-        BLOCK=columns,
+        warps=chosen.warps,
+        ROWS=chosen.rows,
+        BLOCK=chosen.columns,
         WINDOW=WINDOW,
         LISTS=len(lists),
         CHUNKS=0 if weights is removed else FEW,
         DECAY=weight_decay != 0.0,
         SCALED=scales is not None,
+        SPLIT=where.n <= SHORT,
         ELEMENT=ELEMENTS[example.dtype],
         WORK=work,
         reaches=where.tensors,
@@ -123,28 +126,26 @@ def sgd_kernel(
     CHUNKS: tl.constexpr,
     DECAY: tl.constexpr,
     SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
     ELEMENT: tl.constexpr,
     WORK: tl.constexpr,
 ):
     start = (tiles - 1 - tl.program_id(0)).to(tl.int64) * BLOCK
     # fmt: off
     removed = list_combination(rows, scales, coefficients, sums, m, n, ld16 * 16, scale_ld, start,
-                               chunks, ROWS, BLOCK, CHUNKS, SCALED, WORK)
+                               chunks, ROWS, BLOCK, CHUNKS, SCALED, SPLIT, WORK)
     # fmt: on
-    column = start + tl.arange(0, BLOCK)
     first, last = meeting(index, start, n, BLOCK, WINDOW)
     for number in range(first, last + 1):
-        begin, length, pointers = segment(table, number, LISTS)
-        at = column - begin
-        mask = (column >= begin) & (column < begin + length)
-        step = tl.load(tl.load(pointers).to(tl.pointer_type(ELEMENT)) + at, mask=mask, other=0.0)
-        parameter_at = tl.load(pointers + 1).to(tl.pointer_type(ELEMENT)) + at
-        parameter = tl.load(parameter_at, mask=mask, other=0.0)
+        offset, inside, address = segment(table, number, start, BLOCK, LISTS)
+        step = tl.load(elements(address, offset, BLOCK, ELEMENT), mask=inside, other=0.0)
+        parameter_at = elements(address + 1, offset, BLOCK, ELEMENT)
+        parameter = tl.load(parameter_at, mask=inside, other=0.0)
         if DECAY:
             step += tl.full([], weight_decay, ELEMENT) * parameter
         step = (step - removed).to(ELEMENT)
         if LISTS == 3:
-            buffer_at = tl.load(pointers + 2).to(tl.pointer_type(ELEMENT)) + at
-            step += tl.full([], momentum, ELEMENT) * tl.load(buffer_at, mask=mask, other=0.0)
-            tl.store(buffer_at, step, mask=mask)
-        tl.store(parameter_at, parameter - tl.full([], lr, ELEMENT) * step, mask=mask)
+            buffer_at = elements(address + 2, offset, BLOCK, ELEMENT)
+            step += tl.full([], momentum, ELEMENT) * tl.load(buffer_at, mask=inside, other=0.0)
+            tl.store(buffer_at, step, mask=inside)
+        tl.store(parameter_at, parameter - tl.full([], lr, ELEMENT) * step, mask=inside)

@@ -15,8 +15,6 @@ import triton.language as tl
 from curvlab_kernels.checks import STORAGE
 from curvlab_kernels.formats import LEAST_CAPABILITY
 
-SCALE_BLOCK = 64  # columns that share a scale
-THREADS = 128  # of a program with four warps
 VECTORS = 4  # of a block that a program takes at once
 
 
@@ -31,74 +29,51 @@ def work_dtype(vectors: torch.Tensor, rows: torch.Tensor) -> tl.dtype:
     return tl.float64 if torch.float64 in (vectors.dtype, rows.dtype) else tl.float32
 
 
-def dot_shape(dtype: torch.dtype, m: int, vectors: int, work: tl.dtype) -> tuple[int, int]:
-    """Rows and columns of a tile for inner products.
-
-    Chosen from the compiler's output: a thread has 16 to 64 sums in registers, one per element of
-    the tile and vector, and nothing is exchanged between threads until the chunk is done. A piece
-    of the vector is loaded once for all rows of the tile.
-    """
-    if work == tl.float64:
-        return (16, 128) if vectors == 1 else (8, 128)
-    if vectors > 1:
-        return (16, 128) if dtype.itemsize > 1 else (8, 256)
-    if m <= 8:
-        return (8, 512)
-    return (32, 128) if dtype.itemsize > 1 else (32, 256)
-
-
-def combination_shape(dtype: torch.dtype, vectors: int, work: tl.dtype) -> tuple[int, int]:
-    """Rows and columns of a tile for ``M' c``: 16 bytes of a row per thread.
-
-    All rows of a tile are then summed within a thread.
-    """
-    columns = THREADS * 16 // dtype.itemsize
-    if work == tl.float64 or vectors > 1:
-        return (max(1, 8 * 256 // columns), columns)
-    return (4 if dtype.itemsize == 1 else 8, columns)
-
-
 @triton.jit
 def widened(codes, WORK: tl.constexpr):
     """Stored codes as WORK; through float32, because no GPU converts float8 to float64 at once."""
+    if codes.dtype == tl.int8:
+        # The byte becomes the last one of 2^23 + 128 + code. GPUs convert integers at a fraction
+        # of the rate of the two instructions that this takes.
+        byte = codes.to(tl.uint8, bitcast=True).to(tl.int32)
+        return ((byte ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0).to(WORK)
     if codes.dtype.primitive_bitwidth < 32:
         codes = codes.to(tl.float32)
     return codes.to(WORK)
 
 
 @triton.jit
-def load_rows(
+def load_codes(
     rows,
-    scales,
     row,
     present,
     ld,
-    scale_ld,
     start,
     n,
     BLOCK: tl.constexpr,
-    SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     WORK: tl.constexpr,
 ):
-    """Values ``(ROWS, BLOCK)`` of the rows ``row`` (int64), from column ``start``, as WORK."""
+    """What is stored ``(ROWS, BLOCK)`` of the rows ``row`` (int64), from column ``start``.
+
+    As WORK; zero where a row is not ``present`` and, with MASKED, from column ``n`` on.
+    """
     lane = tl.arange(0, BLOCK)
     pointers = rows + (row * ld + start)[:, None] + lane[None, :]
     if MASKED:
         inside = present[:, None] & (start + lane < ld)[None, :]
-        tile = widened(tl.load(pointers, mask=inside, other=0.0), WORK)
-        tile = tl.where((start + lane < n)[None, :], tile, 0.0)
-    else:
-        tile = widened(tl.load(pointers, mask=present[:, None], other=0.0), WORK)
-    if SCALED:
-        BLOCKS: tl.constexpr = BLOCK // 64
-        ROWS: tl.constexpr = row.shape[0]
-        block = start // 64 + tl.arange(0, BLOCKS)
-        at = scales + (row * scale_ld)[:, None] + block[None, :]
-        scale = tl.load(at, mask=present[:, None] & (block < scale_ld)[None, :], other=0.0)
-        tile = tl.reshape(tile, [ROWS, BLOCKS, 64]) * scale.to(WORK)[:, :, None]
-        tile = tl.reshape(tile, [ROWS, BLOCK])
-    return tile
+        codes = widened(tl.load(pointers, mask=inside, other=0.0), WORK)
+        return tl.where((start + lane < n)[None, :], codes, 0.0)
+    return widened(tl.load(pointers, mask=present[:, None], other=0.0), WORK)
+
+
+@triton.jit
+def load_scales(scales, row, present, scale_ld, start, BLOCK: tl.constexpr, WORK: tl.constexpr):
+    """Scales ``(ROWS, BLOCK // 64)`` of the same tile. They multiply sums, not every code."""
+    block = start // 64 + tl.arange(0, BLOCK // 64)
+    at = scales + (row * scale_ld)[:, None] + block[None, :]
+    inside = present[:, None] & (block < scale_ld)[None, :]
+    return tl.load(at, mask=inside, other=0.0).to(WORK)
 
 
 @triton.jit
