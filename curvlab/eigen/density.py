@@ -26,6 +26,7 @@ from curvlab.rows import Rows
 from curvlab.storage import load_tensors, save_tensors
 
 HOLDS: dict[str, Shape] = dict.fromkeys(("nodes", "weights"), (torch.float64, "probes", "steps"))
+STRIDE = 8  # steps between two looks at the coefficients, where looking is a wait for a GPU
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,25 +283,30 @@ def _quadrature(
     rows = Rows(products.space, steps + 1, dtype=products.dtype, device=products.device)
     rows.reserve(steps + 1)
     rows.put(0, start / math.sqrt(products.n))
-    alphas: list[float] = []
-    betas: list[float] = []
+    # (2, done) float64: alphas above betas. The device is asked once in STRIDE steps.
+    found = torch.zeros(2, 0, dtype=torch.float64)
+    fresh: list[Tensor] = []
+    stride = 1 if products.device.type == "cpu" else STRIDE
+    beta: Tensor | None = None
     for step in range(steps):
         rows.admit()
         image = rows.row(step + 1)
         products.into(rows.row(step), image)
-        alpha, beta, _ = rows.lanczos_step_(image, betas[-1] if step else None)
-        both = torch.stack([alpha, beta]).tolist()  # one transfer from the device
-        alphas.append(both[0])
-        betas.append(both[1])
-        if not math.isfinite(alphas[-1]):
-            raise OperatorError("the operator returned NaN or infinity")
+        alpha, beta, _ = rows.lanczos_step_(image, beta)
+        fresh.append(torch.stack([alpha, beta]))
         work.show(row * steps + step + 1, probes * steps, "products")
-        if betas[-1] == 0.0:
+        if len(fresh) < stride and step + 1 < steps:
+            continue
+        found, fresh = torch.cat([found, torch.stack(fresh, 1).cpu()], 1), []
+        if not bool(torch.isfinite(found).all()):
+            raise OperatorError("the operator returned NaN or infinity")
+        if bool((found[1] == 0.0).any()):  # what was done after that was done with zeros
+            found = found[:, : int((found[1] == 0.0).nonzero()[0]) + 1]
             break
+    alphas, betas = found
     size = len(alphas)
-    off = torch.tensor(betas[: size - 1], dtype=torch.float64)
-    tridiagonal = torch.diag(torch.tensor(alphas, dtype=torch.float64))
-    tridiagonal += torch.diag(off, 1) + torch.diag(off, -1)
+    off = betas[: size - 1]
+    tridiagonal = torch.diag(alphas) + torch.diag(off, 1) + torch.diag(off, -1)
     values, vectors = torch.linalg.eigh(tridiagonal)
     # A run that ended early has seen all that its vector meets: pad with weight zero.
     nodes = torch.cat([values, values[-1:].expand(steps - size)])

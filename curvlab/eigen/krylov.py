@@ -73,6 +73,11 @@ class Krylov:
         return self.rows.capacity
 
     @property
+    def unsettled(self) -> int:
+        """Products whose coefficients are still on the device."""
+        return len(self._pending)
+
+    @property
     def breakdown(self) -> float:
         """A product's remainder at or below this norm is rounding, not a direction."""
         return self.breakdown_of(self.norm)
@@ -111,10 +116,10 @@ class Krylov:
         """
         target = self.rows.row(self.size)
         target.copy_(vector)
-        _, length = self.rows.orthonormalise_(target)
-        if not bool(torch.isfinite(length)):
+        length = float(self.rows.orthonormalise_(target)[1])
+        if not math.isfinite(length):
             raise ValueError("a start vector holds NaN or infinity")
-        if float(length) == 0.0:
+        if length == 0.0:
             return False
         self.coupling[self.size].zero_()
         self.rows.admit()
@@ -135,8 +140,10 @@ class Krylov:
 
         It becomes a new frontier row. Its coefficients stay on the device until :meth:`settle`.
         """
-        if self.chained and self.frontier == 1 and not self._pending:
-            beta = float(self.coupling[self.multiplied, self.multiplied - 1])
+        if self.chained and self.frontier == 1:
+            known = self.coupling[self.multiplied, self.multiplied - 1]
+            # the last length, where it is: the device is not waited for
+            beta = self._pending[-1][1][-1] if self._pending else float(known)
             _, length, coefficients = self.rows.lanczos_step_(product, beta)
         else:
             coefficients, length = self.rows.orthonormalise_(product)

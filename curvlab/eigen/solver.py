@@ -292,22 +292,29 @@ class Solver:
 
     def _certify_step(self, chain: Chain) -> None:
         krylov = self.krylov
-        self._expand()
-        going = krylov.settle()
-        require_rounding(self.products, krylov, self.limit, self.request.seed)
-        j = krylov.multiplied - 1
-        column = krylov.coupling[:, j]
-        chain.alphas.append(float(column[j]))
-        # A chain that closes shows all that its start vector meets, as far as rounding lets.
-        chain.betas.append(
-            float(column[j + 1]) if going else krylov.breakdown_of(float(column.norm()))
-        )
-        doubt = self.doubt * chain.doubt(self.products.room)
+        if krylov.frontier:  # else a checkpoint was written just when the chain had closed
+            self._expand()
         full = krylov.size + len(krylov.aside) + 1 >= krylov.capacity
         out = full or self._out_of_patience()
+        if krylov.frontier and krylov.unsettled < self.request.stride and not out:
+            return
+        krylov.settle()
+        going = krylov.frontier > 0
+        require_rounding(self.products, krylov, self.limit, self.request.seed)
+        seen = len(chain)
+        for j in range(chain.first + seen, krylov.multiplied):
+            column = krylov.coupling[:, j]
+            chain.alphas.append(float(column[j]))
+            # A chain that closes shows all that its start vector meets, as far as rounding lets.
+            closes = j + 1 == krylov.multiplied and not going
+            chain.betas.append(
+                krylov.breakdown_of(float(column.norm())) if closes else float(column[j + 1])
+            )
+        doubt = self.doubt * chain.doubt(self.products.room)
         ends = doubt <= self.request.certify.doubt or not going or out
         # An eigenvalue that comes into sight stays there: it need not be looked for at every step.
-        if (ends or len(chain) % 4 == 0) and chain.found(torch.linalg.eigvalsh(krylov.projected())):
+        look = ends or len(chain) // 4 > seen // 4
+        if look and chain.found(torch.linalg.eigvalsh(krylov.projected())):
             self.chain = None
             self.finds += 1
             self.doubt = 1.0

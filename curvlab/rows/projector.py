@@ -164,7 +164,7 @@ class Projector:
         return orthonormalise_with_(self.project_out_, block, self.size, 0.0, total)
 
     def lanczos_step_(
-        self, vector: Tensor, previous_beta: float | None = None
+        self, vector: Tensor, previous_beta: float | Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The next Lanczos vector from ``w = A v``, in place, ``v`` the last row.
 

@@ -183,7 +183,7 @@ class Whole:
     def canonical_signs_(self, vectors: Tensor) -> Tensor:
         if vectors.numel():
             largest = vectors.gather(1, vectors.abs().argmax(dim=1, keepdim=True)).flatten()
-            vectors[largest < 0] *= -1
+            vectors *= torch.where(largest < 0, -1, 1).unsqueeze(1)  # no index: a GPU would wait
         return vectors
 
     def digest(self, rows: Tensor | None) -> str:

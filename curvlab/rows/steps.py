@@ -79,7 +79,7 @@ def orthonormalise_(rows: "Projector", vector: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lanczos_step_(
-    rows: "Projector", vector: Tensor, previous_beta: float | None
+    rows: "Projector", vector: Tensor, previous_beta: float | Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three-term recurrence or a full pass, then a full pass; see the kernel."""
     if previous_beta is None:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvlab_kernels._triton.combination import combination
-from curvlab_kernels._triton.dots import FEW
+from curvlab_kernels._triton.dots import FEW, mostly_left
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.shapes import SHORT, tile
 from curvlab_kernels._triton.sums import sum_chunks
@@ -30,15 +30,21 @@ def apply_(
     subtract(rows, coefficients.contiguous(), vectors, scales)
 
 
-def subtract_into(rows: Tensor, coefficients: Tensor, vector: Tensor, target: Tensor) -> Tensor:
+def subtract_into(
+    rows: Tensor,
+    coefficients: Tensor,
+    vector: Tensor,
+    target: Tensor,
+    unless: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """``target = g - M' c`` for one vector ``(n,)``; returns the sum of its squares, ``(1,)``.
 
-    ``target`` may be ``vector``. ``m >= 1``.
+    ``target`` may be ``vector``. ``m >= 1``. ``unless`` is that of ``partial_coefficients``.
     """
     work = work_dtype(vector, rows)
     tiles = -(-vector.shape[0] // tile("sum", rows, work).columns)
     squares = torch.empty(tiles, 1, dtype=torch.float64, device=rows.device)
-    _launch(rows, coefficients, vector, target, work=work, squares=squares)
+    _launch(rows, coefficients, vector, target, work=work, squares=squares, unless=unless)
     return sum_chunks(squares)
 
 
@@ -115,6 +121,7 @@ def _launch(
     scales: Tensor | None = None,
     sums: Tensor | None = None,
     squares: Tensor | None = None,
+    unless: tuple[Tensor, Tensor] | None = None,
     mix: bool = False,
     start: int = 0,
 ) -> None:
@@ -139,6 +146,8 @@ def _launch(
         target,
         coefficients if sums is None else sums,
         coefficients if squares is None else squares,
+        coefficients if unless is None else unless[0],
+        coefficients if unless is None else unless[1],
         m,
         b,
         start + n,
@@ -157,6 +166,7 @@ def _launch(
         SCALED=scales is not None,
         SPLIT=split,
         SQUARES=squares is not None,
+        UNLESS=unless is not None,
         MIX=mix,
         WORK=work,
     )
@@ -273,6 +283,8 @@ def apply_kernel(
     target,
     sums,
     squares,
+    before,
+    after,
     m,
     count,
     n: tl.int64,
@@ -290,9 +302,13 @@ def apply_kernel(
     SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
     SQUARES: tl.constexpr,
+    UNLESS: tl.constexpr,
     MIX: tl.constexpr,
     WORK: tl.constexpr,
 ):
+    if UNLESS:
+        if mostly_left(before, after):
+            return
     program = tl.program_id(0)
     tile_index = (tiles - 1 - program // vector_groups).to(tl.int64)
     if MIX:

@@ -65,11 +65,16 @@ def partial_coefficients(
     scales: Tensor | None,
     work: tl.dtype,
     squares: bool = False,
+    unless: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Stage one: ``(chunks, b, m)`` float64, for ``m >= 1`` and ``b >= 1``.
 
     With ``squares``, for one vector: ``(chunks, 1, m + 1)``, where the last is the sum of its
     squares.
+
+    Args:
+        unless: ``before`` and ``after``, ``(1,)`` float64: where at least half of ``before`` is
+            left, nothing is read and nothing written. The GPU decides; the host does not wait.
     """
     m, ld = rows.shape
     b, n = vectors.shape if vectors.ndim == 2 else (1, vectors.shape[0])
@@ -87,6 +92,8 @@ def partial_coefficients(
         rows if scales is None else scales,
         vectors,
         partials,
+        partials if unless is None else unless[0],
+        partials if unless is None else unless[1],
         m,
         b,
         n,
@@ -104,9 +111,16 @@ def partial_coefficients(
         VECTORS=tile_vectors,
         SCALED=scales is not None,
         SQUARES=squares,
+        UNLESS=unless is not None,
         WORK=work,
     )
     return partials
+
+
+@triton.jit
+def mostly_left(before, after):
+    """Whether a pass left at least half of the squares; NaN counts as left."""
+    return (tl.load(after) < 0.5 * tl.load(before)) == 0
 
 
 @triton.jit(
@@ -129,6 +143,8 @@ def partials_kernel(
     scales,
     vectors,
     partials,
+    before,
+    after,
     m,
     count,
     n: tl.int64,
@@ -145,8 +161,12 @@ def partials_kernel(
     VECTORS: tl.constexpr,
     SCALED: tl.constexpr,
     SQUARES: tl.constexpr,
+    UNLESS: tl.constexpr,
     WORK: tl.constexpr,
 ):
+    if UNLESS:
+        if mostly_left(before, after):
+            return
     # Programs that share a piece of the basis or of the vectors are neighbours: they meet in L2.
     program = tl.program_id(0)
     group = program // vector_groups % groups

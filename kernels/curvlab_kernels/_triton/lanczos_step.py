@@ -19,17 +19,13 @@ def lanczos_step_(
     """Turn ``w = A v`` ``(n,)`` into the next Lanczos vector, in place; ``v`` is the last row.
 
     See the reference for the rule. Reads of the basis: two with ``previous_beta``, three without,
-    and two more if a pass took away more than half of the squared norm.
+    and two more if a pass took away more than half of the squared norm. The host does not wait.
 
     Returns:
         ``alpha`` ``()``, ``beta`` ``()`` (0 when exhausted), all coefficients removed ``(m,)``.
     """
     removed, before, passed, after = two_passes(rows, vector, previous_beta)
-    # The comparison waits for the GPU; a step waits for its product with A far longer.
-    if bool(after < 0.5 * passed):
-        more, _ = coefficients_and_squares(rows, vector)
-        after = subtract_into(rows, more, vector, vector)
-        removed += more
+    removed, after = third_pass(rows, vector, removed, passed, after)
     beta = normalise_(vector, before, after, rank_tolerance(vector.dtype, rows.shape[0]))
     return removed[-1], beta, removed
 
@@ -56,3 +52,20 @@ def two_passes(
     more, passed, rest = subtract_and_dot(rows, removed, start, vector)
     after = subtract_into(rows, more, rest, vector)
     return removed + more, before, passed, after
+
+
+def third_pass(
+    rows: Tensor, vector: Tensor, removed: Tensor, passed: Tensor, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One more pass if the last took away more than half of the squares.
+
+    The GPU decides: the kernels are launched in any case and return at once where they are not
+    needed, so the host can be several steps ahead.
+
+    Returns:
+        The coefficients removed ``(m,)`` and the sum of squares ``(1,)``, with or without it.
+    """
+    more, _ = coefficients_and_squares(rows, vector, unless=(passed, after))
+    again = subtract_into(rows, more, vector, vector, unless=(passed, after))
+    needed = after < 0.5 * passed
+    return torch.where(needed, removed + more, removed), torch.where(needed, again, after)

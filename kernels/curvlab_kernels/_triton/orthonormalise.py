@@ -45,10 +45,12 @@ def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     return first + second, normalise_(vector, before, after, tolerance)
 
 
-def coefficients_and_squares(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+def coefficients_and_squares(
+    rows: Tensor, vector: Tensor, unless: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """``M g`` ``(m,)`` and the sum of squares of ``g`` ``(1,)`` from one read; ``m >= 1``."""
     work = work_dtype(vector, rows)
-    partials = partial_coefficients(rows, vector, None, work, squares=True)
+    partials = partial_coefficients(rows, vector, None, work, squares=True, unless=unless)
     sums = sum_chunks(partials.view(partials.shape[0], -1))
     return sums[:-1], sums[-1:]
 

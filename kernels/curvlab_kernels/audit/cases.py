@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvlab_kernels import _triton
 from curvlab_kernels._triton.apply import mix
-from curvlab_kernels._triton.lanczos_step import two_passes
+from curvlab_kernels._triton.lanczos_step import third_pass, two_passes
 from curvlab_kernels._triton.launch import Launch, recorded
 from curvlab_kernels._triton.norms import normalise_, scale
 from curvlab_kernels.formats import LEVELS, padded
@@ -168,7 +168,9 @@ def _orthonormalise(p: Problem) -> object:
 
 def _lanczos(p: Problem, beta: float | None) -> object:
     vector = p.vector()
-    _, before, _, after = two_passes(p.rows(), vector, beta)
+    rows = p.rows()
+    removed, before, passed, after = two_passes(rows, vector, beta)
+    third_pass(rows, vector, removed, passed, after)
     return normalise_(vector, before, after, 0.0)
 
 
