@@ -1,5 +1,7 @@
 """Where rows live changes nothing about them; a basis may be larger than the memory."""
 
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import torch
 
 from curvlab.basis import Basis, DeviceMemory, MappedFile, PinnedHost
 from curvlab.rows import store, tiers
+from curvlab.rows.locked import locked
 from curvlab.storage import StorageError
 
 
@@ -163,3 +166,58 @@ def test_a_basis_larger_than_the_memory_works_through_a_file(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["too large for the memory", "worked through the file"]
+
+
+class Driver:
+    """Stands for CUDA's runtime: what is locked, and what became of it."""
+
+    def __init__(self, refuses=0):
+        self.refuses, self.locked, self.log = refuses, {}, []
+
+    def cudaHostRegister(self, pointer, size, flags):
+        assert flags == 0
+        assert not any(p < pointer + size and pointer < p + s for p, s in self.locked.items())
+        if not self.refuses:
+            self.locked[pointer] = size
+        return self.refuses
+
+    def cudaHostUnregister(self, pointer):
+        self.log.append("unlocked")
+        # still mapped and ours: its bytes can be read
+        assert ctypes.string_at(pointer, 1) == b"\7"
+        del self.locked[pointer]
+
+
+def test_locked_memory_takes_its_bytes_in_whole_pages_and_outlives_its_views():
+    driver = Driver()
+    size = 5 * mmap.PAGESIZE + 3
+    data = locked(size, driver, lambda: driver.log.append("waited"))
+    other = locked(100, driver, lambda: None)
+    assert sorted(driver.locked.values()) == [mmap.PAGESIZE, 6 * mmap.PAGESIZE]
+    assert data.shape == (size,)
+    assert not data.any()
+    data[0] = other[0] = 7
+    view = data[4 : size - 3].view(torch.float32)
+    del data
+    assert driver.log == []
+    del view
+    assert driver.log == ["waited", "unlocked"]  # a copy may be under way when rows are dropped
+    del other
+    assert driver.locked == {}
+
+
+def test_memory_that_cannot_be_locked_is_refused_with_a_cure():
+    with pytest.raises(MemoryError, match=r"CUDA error 2.*ulimit -l"):
+        locked(100, Driver(refuses=2), lambda: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_a_slab_of_bytes_holds_rows_and_scales_that_do_not_overlap(dtype):
+    data = torch.zeros(tiers._size(3, 80, dtype), dtype=torch.uint8)
+    slab = tiers._slab(data, 3, 80, dtype)
+    slab.rows.view(torch.uint8).fill_(1)
+    if slab.scales is not None:
+        assert slab.scales.shape == (3, 2)
+        slab.scales.view(torch.uint8).fill_(2)
+        assert int(data.sum()) == 3 * 80 + 2 * 3 * 2 * 4
+    assert bool((data > 0).all())

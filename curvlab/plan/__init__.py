@@ -38,6 +38,7 @@ from curvlab.plan.formulae import (
     solver_rows,
     talking_seconds,
 )
+from curvlab.rows.tiers import PIECE_BYTES
 
 __all__ = ["MACHINES", "Machine", "Plan", "plan", "plan_counted"]
 
@@ -307,7 +308,9 @@ def _advice(
     elif not found[0].fits:
         narrow = next(memory.dtype for memory in found if memory.fits)
         lines.append(
-            f"M fits as {narrow}, not as float32; PinnedHost() or MappedFile() keep float32"
+            f"M fits as {narrow}, not as float32; MappedFile() keeps float32, and so does "
+            f"PinnedHost() beside a GPU, in {_bytes(found[0].bytes).strip()} of locked host memory "
+            f"and {_bytes(2 * PIECE_BYTES).strip()} at most of the GPU's"
         )
     return lines
 

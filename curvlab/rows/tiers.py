@@ -8,6 +8,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import torch
 from curvlab_kernels.formats import BLOCK, LEVELS
 from torch import Tensor
 
+from curvlab.rows.locked import locked
 from curvlab.storage import ALIGNMENT, StorageError
 
 PIECE_BYTES = 1 << 28  # of rows in flight, when they do not all stay on the device
@@ -49,25 +51,25 @@ class DeviceMemory:
     resident: bool = True
 
     def allocate(self, count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Slab:
-        return Slab(_zeros(count, ld, dtype, device), _scales(count, ld, dtype, device, pin=False))
+        return _plain(count, ld, dtype, device)
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedHost:
     """Rows in page-locked host memory; pieces are copied to the device ahead of their use.
 
-    For a basis on the CPU this is ordinary memory.
+    It takes the rows' bytes, in whole pages, of the host's memory and two pieces of at most
+    ``PIECE_BYTES`` of the device's. For a basis on the CPU this is ordinary memory.
     """
 
     resident: bool = False
 
     def allocate(self, count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Slab:
-        pin = device.type == "cuda"
-        host = torch.device("cpu")
-        return Slab(
-            torch.zeros(count, ld, dtype=dtype, pin_memory=pin),
-            _scales(count, ld, dtype, host, pin=pin),
-        )
+        if device.type != "cuda":
+            return _plain(count, ld, dtype, torch.device("cpu"))
+        wait = partial(torch.cuda.synchronize, device)
+        data = locked(_size(count, ld, dtype), torch.cuda.cudart(), wait)  # type: ignore[no-untyped-call]
+        return _slab(data, count, ld, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +91,8 @@ class MappedFile:
         dtype: torch.dtype,
         device: torch.device,  # noqa: ARG002 (every tier has one signature)
     ) -> Slab:
-        scale_count = count * -(-ld // BLOCK) if dtype in LEVELS else 0
-        row_size = count * ld * dtype.itemsize
-        total = row_size + 4 * scale_count
-        data = _mapped(Path(self.folder), total)
-        rows = data[:row_size].view(dtype).view(count, ld)
-        if not scale_count:
-            return Slab(rows, None)
-        return Slab(rows, data[row_size:].view(torch.float32).view(count, -1))
+        data = _mapped(Path(self.folder), _size(count, ld, dtype))
+        return _slab(data, count, ld, dtype)
 
 
 def pieces(
@@ -148,8 +144,8 @@ def _copied_ahead(
             yield cut.start, rows[:count], None if scales is None else scales[:count]
             consumed[which].record(computing)
     finally:
-        # Whoever stops half-way frees the buffers under a copy: their memory is used again only
-        # after it, because later work of the computing stream waits for it.
+        # Whoever stops half-way, by an error for one, frees the buffers under a copy: their memory
+        # is used again only after it, because later work of the computing stream waits for it.
         computing.wait_stream(copying)
 
 
@@ -183,12 +179,21 @@ def _zeros(count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Ten
     return data[start : start + size].view(dtype).view(count, ld)
 
 
-def _scales(
-    count: int, ld: int, dtype: torch.dtype, device: torch.device, pin: bool
-) -> Tensor | None:
-    if dtype not in LEVELS:
-        return None
-    return torch.zeros(count, -(-ld // BLOCK), device=device, pin_memory=pin)
+def _plain(count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Slab:
+    scales = torch.zeros(count, -(-ld // BLOCK), device=device) if dtype in LEVELS else None
+    return Slab(_zeros(count, ld, dtype, device), scales)
+
+
+def _size(count: int, ld: int, dtype: torch.dtype) -> int:
+    """Bytes of a slab: its rows, then their scales."""
+    return count * (ld * dtype.itemsize + (4 * -(-ld // BLOCK) if dtype in LEVELS else 0))
+
+
+def _slab(data: Tensor, count: int, ld: int, dtype: torch.dtype) -> Slab:
+    """Bytes ``data`` as a slab."""
+    split = count * ld * dtype.itemsize
+    rows = data[:split].view(dtype).view(count, ld)
+    return Slab(rows, data[split:].view(torch.float32).view(count, -1) if dtype in LEVELS else None)
 
 
 def _mapped(folder: Path, size: int) -> Tensor:

@@ -24,6 +24,7 @@ from curvlab.basis import MappedFile, PinnedHost
 from curvlab.nets.kwinners import kwinners_mlp
 from curvlab.nets.powerprop import powerpropagate
 from curvlab.nets.progressive import progressive_mlp
+from curvlab.rows import tiers
 from curvlab.training import Schedule, learn, loop
 from tests import pretend_device
 from tests.small_problems import make_tasks, resnet, small, vit
@@ -329,6 +330,28 @@ for _dtype in (torch.float32, torch.float16, torch.int8, torch.float8_e5m2):
 @flow
 def basis_in_host_memory():
     return both(lambda device: memory(device, torch.float32, PinnedHost()))
+
+
+@flow
+def basis_in_host_memory_after_an_error_in_mid_stream():
+    """Whoever stops between two pieces disturbs nobody: the next reading gets all of them."""
+
+    def run(device):
+        basis = curvlab.Basis(300, 8, device=device, tier=PinnedHost())
+        basis.extend(random(5, 300).to(device))
+        kept, tiers.PIECE_BYTES = tiers.PIECE_BYTES, 2 * 4 * basis.store.ld
+        try:
+            for index, _rows, _scales in basis.store.pieces():
+                if index:
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            gradient = random(300, seed=1).to(device)
+            basis.project_out_(gradient)
+        finally:
+            tiers.PIECE_BYTES = kept
+        return [gradient]
+
+    return both(run)
 
 
 @flow
