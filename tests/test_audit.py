@@ -13,7 +13,7 @@ from curvlab_kernels._triton.launch import Launch, recorded  # noqa: E402
 from curvlab_kernels.audit import report  # noqa: E402
 from curvlab_kernels.audit.address import address_errors  # noqa: E402
 from curvlab_kernels.audit.cases import FAR, cases  # noqa: E402
-from curvlab_kernels.audit.machine_code import addresses, basis_loads, compile_launch, key  # noqa: E402
+from curvlab_kernels.audit.machine_code import accesses, addresses, compile_launch, key  # noqa: E402
 from curvlab_kernels.audit.model import traffic  # noqa: E402
 from curvlab_kernels.checks import check_capability  # noqa: E402
 
@@ -99,6 +99,22 @@ def test_narrow_loads_of_the_basis_are_found():
     assert any("narrower than 128 bits" in error for error in errors)
 
 
+@triton.jit(do_not_specialize=["n"])
+def narrow_vector_kernel(vectors, target, n: tl.int64, BLOCK: tl.constexpr):
+    """Right, but every tile is masked column by column."""
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + column, tl.load(vectors + column, mask=column < n), mask=column < n)
+
+
+def test_narrow_accesses_of_a_long_vector_are_found_and_those_of_a_short_one_are_not():
+    long, short = (torch.empty(n, device="meta") for n in (10**6, 1000))
+    for vector, kinds in ((long, ["loads of vectors", "stores of target"]), (short, [])):
+        launch = Launch(narrow_vector_kernel, 1, (vector, vector, 1000), {"BLOCK": 512}, OPTIONS)
+        found = compile_launch(launch, 90).narrow
+        assert len(found) == len(kinds)
+        assert all(text.startswith(kind) for text, kind in zip(found, kinds, strict=True))
+
+
 def test_register_spills_are_found():
     launch = projection(torch.empty(1000, device="meta"))
     starved = replace(launch, options={**launch.options, "maxnreg": 32})
@@ -127,8 +143,8 @@ def test_loads_are_followed_from_their_parameter_only():
         ld.global.b32 { %r9 }, [ %rd7 + 0 ];
         cp.async.cg.shared.global [ %r8 + 0 ], [ %rd3 + 0 ], 0x10, %r7;
     """
-    assert basis_loads(ptx, 0) == {128: 2, 64: 1}
-    assert basis_loads(ptx, 1) == {32: 1}
+    assert accesses(ptx, 0) == {128: 2, 64: 1}
+    assert accesses(ptx, 1) == {32: 1}
 
 
 def test_every_kernel_is_audited_beyond_32_bits():

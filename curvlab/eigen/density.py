@@ -283,9 +283,9 @@ def _quadrature(
     rows = Rows(products.space, steps + 1, dtype=products.dtype, device=products.device)
     rows.reserve(steps + 1)
     rows.put(0, start / math.sqrt(products.n))
-    # (2, done) float64: alphas above betas. The device is asked once in STRIDE steps.
-    found = torch.zeros(2, 0, dtype=torch.float64)
-    fresh: list[Tensor] = []
+    alphas: list[float] = []
+    betas: list[float] = []
+    fresh: list[Tensor] = []  # those that are still on the device, which is asked once in a stride
     stride = 1 if products.device.type == "cpu" else STRIDE
     beta: Tensor | None = None
     for step in range(steps):
@@ -297,16 +297,20 @@ def _quadrature(
         work.show(row * steps + step + 1, probes * steps, "products")
         if len(fresh) < stride and step + 1 < steps:
             continue
-        found, fresh = torch.cat([found, torch.stack(fresh, 1).cpu()], 1), []
-        if not bool(torch.isfinite(found).all()):
-            raise OperatorError("the operator returned NaN or infinity")
-        if bool((found[1] == 0.0).any()):  # what was done after that was done with zeros
-            found = found[:, : int((found[1] == 0.0).nonzero()[0]) + 1]
+        for each in zip(*torch.stack(fresh, 1).tolist(), strict=True):
+            if not math.isfinite(each[0]):
+                raise OperatorError("the operator returned NaN or infinity")
+            if betas and betas[-1] == 0.0:
+                break  # what came after the last direction came from zeros
+            alphas.append(each[0])
+            betas.append(each[1])
+        fresh = []
+        if betas[-1] == 0.0:
             break
-    alphas, betas = found
     size = len(alphas)
-    off = betas[: size - 1]
-    tridiagonal = torch.diag(alphas) + torch.diag(off, 1) + torch.diag(off, -1)
+    off = torch.tensor(betas[: size - 1], dtype=torch.float64)
+    tridiagonal = torch.diag(torch.tensor(alphas, dtype=torch.float64))
+    tridiagonal += torch.diag(off, 1) + torch.diag(off, -1)
     values, vectors = torch.linalg.eigh(tridiagonal)
     # A run that ended early has seen all that its vector meets: pad with weight zero.
     nodes = torch.cat([values, values[-1:].expand(steps - size)])

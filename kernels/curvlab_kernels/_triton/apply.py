@@ -16,7 +16,7 @@ from curvlab_kernels._triton.dots import FEW, mostly_left
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.shapes import SHORT, tile
 from curvlab_kernels._triton.sums import sum_chunks
-from curvlab_kernels._triton.tiles import VECTORS, load_piece, work_dtype
+from curvlab_kernels._triton.tiles import VECTORS, load_piece, row_stride, work_dtype
 
 SCRATCH = 1 << 26  # elements of mixed rows that wait to be copied over their own sources
 
@@ -136,6 +136,7 @@ def _launch(
     chosen = tile(name, rows, work)
     tiles = -(-n // chosen.columns)
     vector_groups = -(-b // tile_vectors)
+    stride, unit = row_stride(target)
     launch(
         apply_kernel,
         tiles * vector_groups,
@@ -153,7 +154,7 @@ def _launch(
         start + n,
         ld // 16,
         0 if scales is None else scales.shape[1],
-        target.stride(0) if b > 1 else 0,
+        stride,
         start // chosen.columns,
         0 if sums is None else coefficients.shape[0],
         tiles,
@@ -162,6 +163,7 @@ def _launch(
         ROWS=chosen.rows,
         BLOCK=chosen.columns,
         VECTORS=tile_vectors,
+        UNIT=unit,
         CHUNKS=0 if sums is None else FEW,
         SCALED=scales is not None,
         SPLIT=split,
@@ -298,6 +300,7 @@ def apply_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTORS: tl.constexpr,
+    UNIT: tl.constexpr,
     CHUNKS: tl.constexpr,
     SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -314,6 +317,7 @@ def apply_kernel(
     if MIX:
         tile_index += first_tile
     v0 = (program % vector_groups).to(tl.int64) * VECTORS
+    vector_ld *= UNIT
     # fmt: off
     if (tile_index + 1) * BLOCK <= n:
         apply_tile(rows, scales, coefficients, vectors, target, sums, squares, v0, m, count, n,

@@ -23,6 +23,7 @@ from curvlab_kernels._triton.tiles import (
     load_codes,
     load_piece,
     load_scales,
+    row_stride,
     work_dtype,
 )
 
@@ -84,6 +85,7 @@ def partial_coefficients(
     vector_groups = -(-b // tile_vectors)
     chunks, tiles = chunking(n, chosen.columns, groups * vector_groups, chosen.warps, rows.device)
     width = m + 1 if squares else m
+    stride, unit = row_stride(vectors)
     partials = torch.empty(chunks, b, width, dtype=torch.float64, device=rows.device)
     launch(
         partials_kernel,
@@ -99,7 +101,7 @@ def partial_coefficients(
         n,
         ld // 16,
         0 if scales is None else scales.shape[1],
-        vectors.stride(0) if b > 1 else 0,
+        stride,
         width,
         groups,
         vector_groups,
@@ -109,6 +111,7 @@ def partial_coefficients(
         ROWS=chosen.rows,
         BLOCK=chosen.columns,
         VECTORS=tile_vectors,
+        UNIT=unit,
         SCALED=scales is not None,
         SQUARES=squares,
         UNLESS=unless is not None,
@@ -159,6 +162,7 @@ def partials_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTORS: tl.constexpr,
+    UNIT: tl.constexpr,
     SCALED: tl.constexpr,
     SQUARES: tl.constexpr,
     UNLESS: tl.constexpr,
@@ -180,6 +184,7 @@ def partials_kernel(
     v2 = tl.minimum(v0 + 2, count - 1)
     v3 = tl.minimum(v0 + 3, count - 1)
     ld = ld16 * 16  # so that the compiler knows it divisible
+    vector_ld *= UNIT
 
     SUMS: tl.constexpr = BLOCK // 16 if SCALED else BLOCK
     c0 = tl.zeros([ROWS, SUMS], WORK)

@@ -8,6 +8,7 @@ from torch import Tensor
 from curvlab_kernels._triton.dots import chunking
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.sums import sum_chunks
+from curvlab_kernels._triton.tiles import row_stride
 
 COLUMNS = 1024  # of a tile
 
@@ -24,8 +25,19 @@ def squares(vector: Tensor) -> Tensor:
     b, n = vector.shape if vector.ndim == 2 else (1, vector.shape[0])
     chunks, tiles = chunking(n, COLUMNS, b, 4, vector.device)
     partials = torch.empty(chunks, b, dtype=torch.float64, device=vector.device)
-    stride = vector.stride(0) if b > 1 else 0
-    launch(squares_kernel, chunks * b, vector, partials, b, n, stride, tiles, BLOCK=COLUMNS)
+    stride, unit = row_stride(vector)
+    launch(
+        squares_kernel,
+        chunks * b,
+        vector,
+        partials,
+        b,
+        n,
+        stride,
+        tiles,
+        BLOCK=COLUMNS,
+        UNIT=unit,
+    )
     return sum_chunks(partials)
 
 
@@ -40,8 +52,21 @@ def scale(source: Tensor, norms: Tensor, target: Tensor) -> None:
     if b == 0:
         return
     tiles = -(-n // COLUMNS)
-    strides = source.stride(0), target.stride(0)
-    launch(scale_kernel, b * tiles, source, target, norms, n, *strides, tiles, BLOCK=COLUMNS)
+    (source_ld, unit), (target_ld, target_unit) = row_stride(source), row_stride(target)
+    launch(
+        scale_kernel,
+        b * tiles,
+        source,
+        target,
+        norms,
+        n,
+        source_ld,
+        target_ld,
+        tiles,
+        BLOCK=COLUMNS,
+        UNIT=unit,
+        TARGET_UNIT=target_unit,
+    )
 
 
 def normalise_(vector: Tensor, before: Tensor, after: Tensor, tolerance: float) -> Tensor:
@@ -70,7 +95,14 @@ def normalise_(vector: Tensor, before: Tensor, after: Tensor, tolerance: float) 
 
 @triton.jit(do_not_specialize=["count", "n", "stride", "tiles"])
 def squares_kernel(
-    vectors, partials, count, n: tl.int64, stride: tl.int64, tiles, BLOCK: tl.constexpr
+    vectors,
+    partials,
+    count,
+    n: tl.int64,
+    stride: tl.int64,
+    tiles,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     program = tl.program_id(0)
     vector = (program % count).to(tl.int64)
@@ -79,16 +111,28 @@ def squares_kernel(
     total = tl.zeros([BLOCK], tl.float64)
     full = n // BLOCK
     first = chunk * tiles
+    begin = vectors + vector * stride * UNIT
     for tile_index in range(first, tl.minimum(first + tiles, full)):
-        at = vectors + vector * stride + tile_index * BLOCK + lane
-        piece = tl.load(at).to(tl.float64)
+        piece = tl.load(begin + tile_index * BLOCK + lane).to(tl.float64)
         total += piece * piece
     if (first + tiles > full) & (full * BLOCK < n):
         column = full * BLOCK + lane
-        at = vectors + vector * stride + column
-        piece = tl.load(at, mask=column < n, other=0.0).to(tl.float64)
+        piece = tl.load(begin + column, mask=column < n, other=0.0).to(tl.float64)
         total += piece * piece
     tl.store(partials + chunk * count + vector, tl.sum(total, axis=0))
+
+
+@triton.jit
+def scale_tile(source, target, factor, start, n, BLOCK: tl.constexpr):
+    """``target = source * factor``, in float64, on the columns from ``start``; once rounded."""
+    column = start + tl.arange(0, BLOCK)
+    # Without a mask the accesses of all tiles but the last are wide.
+    if start + BLOCK <= n:
+        value = tl.load(source + column).to(tl.float64) * factor
+        tl.store(target + column, value.to(target.dtype.element_ty))
+    else:
+        value = tl.load(source + column, mask=column < n, other=0.0).to(tl.float64) * factor
+        tl.store(target + column, value.to(target.dtype.element_ty), mask=column < n)
 
 
 @triton.jit(do_not_specialize=["n", "source_ld", "target_ld", "tiles"])
@@ -101,29 +145,27 @@ def scale_kernel(
     target_ld: tl.int64,
     tiles,
     BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    TARGET_UNIT: tl.constexpr,
 ):
     program = tl.program_id(0)
     vector = (program // tiles).to(tl.int64)
-    column = (program % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = (program % tiles).to(tl.int64) * BLOCK
     length = tl.load(norms + vector)
     factor = tl.where(length == 0.0, 0.0, 1.0 / tl.where(length == 0.0, 1.0, length))
-    value = tl.load(source + vector * source_ld + column, mask=column < n, other=0.0)
-    scaled = (value.to(tl.float64) * factor).to(target.dtype.element_ty)
-    tl.store(target + vector * target_ld + column, scaled, mask=column < n)
+    begin = source + vector * source_ld * UNIT
+    scale_tile(begin, target + vector * target_ld * TARGET_UNIT, factor, start, n, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n", "tolerance"])
 def normalise_kernel(
     vector, before, after, length, n: tl.int64, tolerance: tl.float64, BLOCK: tl.constexpr
 ):
-    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     now = tl.sqrt(tl.load(after))
     independent = now > tl.sqrt(tl.load(before)) * tolerance
     # Infinity and NaN are not hidden: they fail the first comparison and stay.
     now = tl.where((now < float("inf")) & (independent == 0), 0.0, now)
     factor = tl.where(now == 0.0, 0.0, 1.0 / tl.where(now == 0.0, 1.0, now))
-    value = tl.load(vector + column, mask=column < n, other=0.0)
-    scaled = (value.to(tl.float64) * factor).to(vector.dtype.element_ty)
-    tl.store(vector + column, scaled, mask=column < n)
+    scale_tile(vector, vector, factor, tl.program_id(0).to(tl.int64) * BLOCK, n, BLOCK)
     if tl.program_id(0) == 0:
         tl.store(length, now)

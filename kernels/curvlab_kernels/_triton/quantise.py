@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvlab_kernels import formats
 from curvlab_kernels._triton.launch import launch
-from curvlab_kernels._triton.tiles import load_codes, load_scales
+from curvlab_kernels._triton.tiles import load_codes, load_scales, row_stride
 from curvlab_kernels.formats import LEVELS, padded
 
 BLOCKS = 16  # of 64 columns in a tile
@@ -34,6 +34,7 @@ def quantise(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
     scales = torch.empty(m, -(-ld // 64), dtype=torch.float32, device=vectors.device)
     bits, spacing = _FLOAT8.get(dtype, (0, 0.0))
     tiles = -(-ld // (64 * BLOCKS))
+    stride, unit = row_stride(vectors)
     if m:
         launch(
             quantise_kernel,
@@ -42,12 +43,13 @@ def quantise(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
             rows,
             scales,
             n,
-            vectors.stride(0),
+            stride,
             ld // 16,
             scales.shape[1],
             tiles,
             fp_fusion=False,  # the rounding below relies on every operation being rounded
             BLOCKS=BLOCKS,
+            UNIT=unit,
             LEVEL=LEVELS[dtype],
             BITS=bits,
             SPACING=spacing,
@@ -101,6 +103,7 @@ def quantise_kernel(
     scale_ld: tl.int64,
     tiles,
     BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr,
     LEVEL: tl.constexpr,
     BITS: tl.constexpr,
     SPACING: tl.constexpr,
@@ -109,8 +112,11 @@ def quantise_kernel(
     row = (program // tiles).to(tl.int64)
     block = (program % tiles).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 64 + tl.arange(0, 64)[None, :]
-    value = tl.load(vectors + row * vector_ld + column, mask=column < n, other=0.0)
-    value = value.to(tl.float32)
+    at = vectors + row * vector_ld * UNIT + column
+    if (program % tiles + 1).to(tl.int64) * (64 * BLOCKS) <= n:
+        value = tl.load(at).to(tl.float32)
+    else:
+        value = tl.load(at, mask=column < n, other=0.0).to(tl.float32)
     scale = tl.div_rn(tl.max(tl.abs(value), axis=1), LEVEL)
     divisor = tl.where(scale > 0.0, scale, 1.0)[:, None]
     code = tl.div_rn(value, tl.broadcast_to(divisor, [BLOCKS, 64]))

@@ -52,7 +52,8 @@ def _common() -> dict[Use, Tile]:
         for work in (4, 8):
             tiles[Use("dot", stored, work)] = Tile(32, 128, 4) if work == 4 else Tile(16, 128, 4)
             tiles[Use("dots", stored, work)] = Tile(16, 128, 4) if work == 4 else Tile(8, 128, 4)
-            tiles[Use("dot short", stored, work)] = Tile(8, 512 if work == 4 else 128, 4)
+            columns = 512 if work == 4 else 256 if stored == 1 else 128
+            tiles[Use("dot short", stored, work)] = Tile(8, columns, 4)
             tiles[Use("list", stored, work)] = Tile(16, 128, 4)
             rows = 8 if work == 4 else max(1, 16 // wide)
             tiles[Use("sum", stored, work)] = Tile(rows, 128 * wide, 4)

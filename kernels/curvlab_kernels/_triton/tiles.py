@@ -29,6 +29,15 @@ def work_dtype(vectors: torch.Tensor, rows: torch.Tensor) -> tl.dtype:
     return tl.float64 if torch.float64 in (vectors.dtype, rows.dtype) else tl.float32
 
 
+def row_stride(vectors: torch.Tensor) -> tuple[int, int]:
+    """Elements from one vector of a block to the next, in units of 16 where they divide it, or 1.
+
+    The unit is known when a kernel is compiled: then it loads 128 bits at a time.
+    """
+    stride = vectors.stride(0) if vectors.ndim == 2 and len(vectors) > 1 else 0
+    return (stride // 16, 16) if stride % 16 == 0 else (stride, 1)
+
+
 @triton.jit
 def widened(codes, WORK: tl.constexpr):
     """Stored codes as WORK; through float32, because no GPU converts float8 to float64 at once."""
@@ -89,7 +98,6 @@ def load_piece(
 ):
     """Columns ``(BLOCK,)`` from ``start`` of the vector number ``vector`` (int64)."""
     column = start + tl.arange(0, BLOCK)
-    # Of a single vector no stride enters the address: loads stay wide where it is aligned.
     at = vectors + column if VECTORS == 1 else vectors + vector * vector_ld + column
     if MASKED:
         return tl.load(at, mask=column < n, other=0.0)

@@ -48,9 +48,10 @@ class Problem:
             return None
         return torch.empty(self.m, -(-padded(self.n) // 64), device="meta")
 
-    def vector(self, count: int | None = None) -> Tensor:
-        shape = (self.n,) if count is None else (count, self.n)
-        return torch.empty(shape, dtype=self.vectors, device="meta")
+    def vector(self, count: int | None = None, aligned: bool = False) -> Tensor:
+        """A vector, or ``count`` of them, each after the other or each on a multiple of 16."""
+        shape = (self.n,) if count is None else (count, padded(self.n) if aligned else self.n)
+        return torch.empty(shape, dtype=self.vectors, device="meta")[..., : self.n]
 
     def pieces(self) -> list[Tensor]:
         """The vector as a list of tensors whose borders fall anywhere."""
@@ -102,11 +103,14 @@ def _projection(n: int, m: int, dtype: torch.dtype) -> list[Case]:
     few, far_few = Problem(n, 5, dtype, vectors), Problem(FAR, 5, dtype, vectors)
     few_long = Problem(2**29 + 3, 5, dtype, vectors)  # 2.7e9 elements
     double, far_double = (Problem(p.n, p.m, dtype, torch.float64) for p in (long, far))
+    small, tall_double = (Problem(p.n, p.m, dtype, torch.float64) for p in (short, tall))
     return [
         Case("project, float64 vectors", double, far_double, lambda p: _project(p), 2, 3),
+        Case("project, float64 short", small, tall_double, lambda p: _project(p), 2, 3),
         Case("project", long, far, lambda p: _project(p), 2, 3),
         Case("project, short", short, tall, lambda p: _project(p), 2, 3),
         Case("project, 16 vectors", long, far, lambda p: _project(p, 16), 2, 48),
+        Case("project, 16 aligned", long, far, lambda p: _project(p, 16, True), 2, 48),
         Case("project, 16 short", short, tall, lambda p: _project(p, 16), 2, 48),
         Case("coefficients, 5 rows", few, far_few, _coefficients, 1, 1),
         Case("project list", long, wide, _project_list, 2, 3),
@@ -144,8 +148,8 @@ def _storage(n: int, m: int, dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def _project(p: Problem, count: int | None = None) -> object:
-    return _triton.project_(p.rows(), p.vector(count), None, p.scales())
+def _project(p: Problem, count: int | None = None, aligned: bool = False) -> object:
+    return _triton.project_(p.rows(), p.vector(count, aligned), None, p.scales())
 
 
 def _coefficients(p: Problem) -> object:

@@ -4,6 +4,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from curvlab_kernels.audit.address import address_errors
 
 BASIS = "rows"  # what every kernel calls its pointer to the basis
 WIDE = 128  # bits
+# What kernels call their other long operands: those of vectors, not of sums and tables.
+VECTORS = ("vectors", "vector", "target", "rest", "source", "values")
+LONG = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class Compiled:
         basis_loads: Number of loads of the basis by width in bits, from PTX.
         local_accesses: Loads and stores of local memory in SASS: register spills.
         wide_loads: 128-bit (or wider) global loads in SASS.
+        narrow: Long operands, aligned, that no access of 128 bits reads or writes, in words.
     """
 
     architecture: int
@@ -34,11 +39,12 @@ class Compiled:
     basis_loads: dict[int, int]
     local_accesses: int
     wide_loads: int
+    narrow: tuple[str, ...]
     ir: str
 
     def errors(self) -> list[str]:
         """What is wrong with the code itself; addresses are checked per launch."""
-        found = []
+        found = list(self.narrow)
         if self.stack or self.local_accesses:
             found.append(
                 f"registers spill: {self.stack} bytes of stack, "
@@ -111,7 +117,8 @@ def compile_launch(launch: Launch, architecture: int) -> Compiled:
     if resources is None:
         raise RuntimeError(f"cuobjdump reported no resource usage: {usage!r}")
     pointers = [number for number, name in enumerate(_runtime(launch)) if name == BASIS]
-    loads = basis_loads(kernel.asm["ptx"], pointers[0]) if pointers else {}
+    ptx = kernel.asm["ptx"]
+    loads = accesses(ptx, pointers[0]) if pointers else {}
     return Compiled(
         architecture=architecture,
         registers=int(resources[1]),
@@ -120,6 +127,7 @@ def compile_launch(launch: Launch, architecture: int) -> Compiled:
         basis_loads=loads,
         local_accesses=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         wide_loads=len(re.findall(r"\bLDG[\w.]*\.(?:128|256)\b", sass)),
+        narrow=tuple(narrow_operands(launch, ptx, aligned)),
         ir=kernel.asm["ttir"],
     )
 
@@ -134,8 +142,32 @@ def addresses(launch: Launch, ir: str) -> list[str]:
     return address_errors(ir, names, values, launch.programs, BASIS)
 
 
-def basis_loads(ptx: str, parameter: int) -> dict[int, int]:
-    """Global loads by width in bits whose address derives from a pointer parameter.
+def narrow_operands(launch: Launch, ptx: str, aligned: Sequence[int]) -> Iterator[str]:
+    """Long operands that could be accessed 128 bits at a time and never are, in words.
+
+    The last tile of a vector is masked, column by column, and so accessed element by element;
+    all others are not. A tile with fewer columns than threads have loads leaves each of them less.
+    A stride that 16 bytes do not divide leaves most vectors of a block unaligned: those are not
+    looked at.
+    """
+    numbers = [parameter.num for parameter in launch.kernel.params if not parameter.is_constexpr]
+    for position, name in enumerate(_runtime(launch)):
+        tensor = launch.arguments[numbers[position]]
+        if name not in VECTORS or numbers[position] not in aligned or tensor.nbytes < LONG:
+            continue
+        if tensor.ndim == 2 and len(tensor) > 1 and tensor.stride(0) * tensor.itemsize % 16:
+            continue
+        columns = launch.constants.get("BLOCK", WIDE * 1024)
+        share = 8 * tensor.itemsize * columns // (32 * launch.options["num_warps"])
+        for kind, what in (("ld", "loads"), ("st", "stores")):
+            widths = accesses(ptx, position, kind)
+            if widths and max(widths) < min(WIDE, share):
+                listed = ", ".join(f"{count} of {bits} bits" for bits, count in widths.items())
+                yield f"{what} of {name} narrower than {min(WIDE, share)} bits: {listed}"
+
+
+def accesses(ptx: str, parameter: int, kind: str = "ld") -> dict[int, int]:
+    """Global loads (or stores, ``"st"``) by width in bits, of addresses from a pointer parameter.
 
     Follows registers from the parameter through every instruction but loads, whose results are
     values and no longer addresses.
@@ -152,9 +184,10 @@ def basis_loads(ptx: str, parameter: int) -> dict[int, int]:
                 derived.update(targets)
         if len(derived) == before:
             break
+    wanted = ("ld.global", "cp.async") if kind == "ld" else ("st.global",)
     widths: Counter[int] = Counter()
     for operation, _, _, text in parsed:
-        if operation.startswith(("ld.global", "cp.async")):
+        if operation.startswith(wanted):
             address = set(re.findall(r"%\w+", "".join(re.findall(r"\[([^\]]*)\]", text))))
             if address & derived:
                 widths[_width(operation, text)] += 1
