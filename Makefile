@@ -47,8 +47,7 @@ audit: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100, check the 
 	$(RUN) -m curvlab_kernels.audit.execution
 
 gpu-check: $(STAMP)  ## on a CUDA machine: confirm what cannot be confirmed without one
-	$(RUN) -m curvlab_kernels.audit.gpu_check
-	$(RUN) -m pytest -m gpu tests/test_gpu_check.py -k flow
+	PYTHONPATH=. $(RUN) -m curvlab_kernels.audit.gpu_check --flows tests/pretend_device/flows.py
 
 clean:  ## remove .venv and what runs wrote
 	rm -rf $(VENV) demo results .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

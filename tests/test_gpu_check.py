@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
-from curvlab_kernels.audit import gpu_check, gpu_checks
+from curvlab_kernels.audit import gpu_check, gpu_grid
 
 from tests import pretend_device
 
@@ -43,9 +44,76 @@ def test_a_check_that_dies_or_fails_is_a_row_and_not_the_end(monkeypatch, tmp_pa
 @pytest.mark.usefixtures("root_on_path")
 def test_a_sound_check_passes_and_the_grid_runs():
     assert gpu_check.run_apart("norm-float32", COMMAND, 300.0).outcome == "ok"
-    row = gpu_check.run_apart("speed of coefficients float32 5x18010", COMMAND, 300.0)
-    assert row.outcome == "ok", row.detail
-    assert "of a copy" in row.detail
+
+
+@needs_compiler
+@pytest.mark.usefixtures("root_on_path")
+def test_every_operation_of_the_grid_is_gated_and_measured_on_the_device():
+    done = subprocess.run(
+        [*COMMAND, "--grid"], capture_output=True, text=True, timeout=300, check=False
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {each["operation"] for each in found} == set(gpu_grid.OPERATIONS)
+    assert all("of a copy" in each["line"] and each["good"] for each in found)
+    broken = found[-1]
+    assert broken["broken"].startswith("WRONG")
+
+
+def test_a_time_outside_the_limits_is_named():
+    class Clock:
+        """Times in turn: ours, torch's, a copy's."""
+
+        def __init__(self, *times):
+            self.times = list(times)
+
+        def __call__(self, _run, _device):
+            return self.times.pop(0)
+
+    bench = gpu_grid.Bench(list, list, gpu_grid.ENOUGH, lambda: (torch.ones(2), torch.ones(2)))
+    case = gpu_grid.data(100, 5, torch.float32, torch.device("cpu"))
+    for times, good, words in (
+        ((1.0, 1.0, 0.7), True, "0.70 of a copy, 1.00 of torch"),
+        ((1.0, 1.0, 0.5), False, "less than 0.6 of a copy"),
+        ((1.2, 1.0, 1.0), False, "more than 1.1 of torch"),
+    ):
+        line, within = gpu_grid.judged(bench, case, torch.device("cpu"), Clock(*times))
+        assert within == good
+        assert words in line
+
+
+def test_a_case_without_room_is_a_row_and_no_failure():
+    command = [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(3)"]
+    row = gpu_check.run_apart("large", command, 60.0)
+    assert (row.outcome, row.good) == ("no room", True)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("root_on_path")
+def test_flows_are_rows_of_the_page(tmp_path):
+    script = tmp_path / "flows.py"
+    script.write_text(
+        "import json, sys\n"
+        "rows = {'sound': (1e-7, ''), 'far off': (0.5, ''), 'broken': (0.0, 'Traceback')}\n"
+        "if sys.argv[1] == '--names': print('\\n'.join(rows))\n"
+        "else: print(json.dumps(dict(zip(('error', 'failure'), rows[sys.argv[1]]))))\n"
+    )
+    assert gpu_check.check_all(["false"], "none of them", 60.0, tmp_path, script) == 2
+    found = json.loads((tmp_path / "gpu-check.json").read_text())["rows"]
+    assert [row["outcome"] for row in found] == ["ok", "failed", "failed"]
+    assert "flow: far off" in (tmp_path / "gpu-check.html").read_text()
+
+
+def test_the_flows_name_themselves():
+    done = subprocess.run(
+        [sys.executable, str(HERE / "flows.py"), "--names"],
+        env={**os.environ, "PYTHONPATH": str(HERE.parent.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in ("lanczos", "basis in host memory", "training with SGDDagger"):
+        assert name in done.stdout.splitlines()
 
 
 def test_a_check_that_takes_too_long_is_a_row():
@@ -53,9 +121,10 @@ def test_a_check_that_takes_too_long_is_a_row():
     assert gpu_check.run_apart("sleep", command, 1.0).outcome == "timed out"
 
 
-def test_the_grid_covers_lengths_rows_and_dtypes():
-    names = [name for name in gpu_checks.table() if name.startswith("speed")]
-    assert len(names) == 2 * 7 * 3 * 4
+def test_the_grid_covers_operations_dtypes_lengths_and_rows():
+    names = [name for name in gpu_check.table() if name.startswith("speed")]
+    assert len(names) == (6 * 7 + 3 * 2) * 3
+    assert gpu_grid.ROWS == (5, 20, 100, 400)
 
 
 def test_without_a_gpu_nothing_is_claimed(monkeypatch, capsys):
@@ -65,16 +134,7 @@ def test_without_a_gpu_nothing_is_claimed(monkeypatch, capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("root_on_path")
 def test_a_gpu_agrees(tmp_path):
-    assert gpu_check.main(["--out", str(tmp_path)]) == 0
-
-
-@pytest.mark.gpu
-def test_every_flow_gives_on_a_gpu_what_it_gives_on_the_cpu():
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "FLOWS_ON": "cuda"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "flows.py")], env=environment, capture_output=True, text=True
-    )
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert rows, done.stderr[-3000:]
-    assert not [row["name"] for row in rows if row["failure"] or not row["error"] <= 1e-4]
+    flows = ["--flows", str(HERE / "flows.py")]
+    assert gpu_check.main(["--out", str(tmp_path), *flows]) == 0

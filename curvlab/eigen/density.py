@@ -298,10 +298,10 @@ def _quadrature(
         if len(fresh) < stride and step + 1 < steps:
             continue
         for each in zip(*torch.stack(fresh, 1).tolist(), strict=True):
-            if not math.isfinite(each[0]):
-                raise OperatorError("the operator returned NaN or infinity")
             if betas and betas[-1] == 0.0:
                 break  # what came after the last direction came from zeros
+            if not math.isfinite(each[0]):
+                raise OperatorError("the operator returned NaN or infinity")
             alphas.append(each[0])
             betas.append(each[1])
         fresh = []

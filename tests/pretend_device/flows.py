@@ -529,4 +529,7 @@ def main(names):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(FLOWS))
+    if sys.argv[1:] == ["--names"]:
+        print("\n".join(FLOWS))
+    else:
+        main(sys.argv[1:] or list(FLOWS))

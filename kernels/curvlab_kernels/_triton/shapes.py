@@ -6,8 +6,11 @@ it, and :func:`use` takes it. Another tile adds in another order: results are th
 devices with the same table, not across tables.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -101,3 +104,50 @@ def tile(name: str, rows: torch.Tensor, work: tl.dtype) -> Tile:
     """The tile of the pass ``name`` over stored ``rows``."""
     use = Use(name, rows.dtype.itemsize, work.primitive_bitwidth // 8)
     return shapes(rows.device).tiles[use]
+
+
+@contextmanager
+def using(chosen: Shapes) -> Iterator[None]:
+    """Within it ``chosen`` stands for every architecture."""
+    kept = dict(_table)
+    _table.update(dict.fromkeys(ARCHITECTURES, chosen))
+    try:
+        yield
+    finally:
+        _table.update(kept)
+
+
+def save(path: str | Path, of: int, chosen: Shapes) -> None:
+    """Write the choices for architecture ``of``, such as 90, as JSON."""
+    tiles = {f"{use.name}, {use.stored}, {use.work}": each for use, each in chosen.tiles.items()}
+    found = {"architecture": of, "warps": chosen.warps, "least": chosen.least, "tiles": tiles}
+    Path(path).write_text(json.dumps(found, indent=1))
+
+
+def use(path: str | Path) -> None:
+    """From now on take the choices of a file that ``audit.tune`` wrote, on its architecture."""
+    try:
+        found = json.loads(Path(path).read_text())
+        of, numbers = found["architecture"], (found["warps"], found["least"])
+        given = {_use(name): Tile(*each) for name, each in found["tiles"].items()}
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no table of launch shapes ({error}): write one on the GPU with "
+            "`python -m curvlab_kernels.audit.tune`"
+        ) from error
+    common = _common()
+    for name, each in given.items():
+        powers = all(isinstance(x, int) and x > 0 and x & (x - 1) == 0 for x in each)
+        if name not in common or not powers or each.columns < 128 or each.warps > 32:
+            raise ValueError(
+                f"{path}: no launch can take {each} for {name}; tiles are powers of two, of at "
+                "least 128 columns and at most 32 warps"
+            )
+    if of not in ARCHITECTURES or not all(isinstance(x, int) and x > 0 for x in numbers):
+        raise ValueError(f"{path}: architecture {of} and numbers {numbers} are out of range")
+    _table[of] = Shapes(common | given, *numbers)
+
+
+def _use(name: str) -> Use:
+    words = name.split(", ")
+    return Use(words[0], int(words[1]), int(words[2]))

@@ -98,7 +98,7 @@ def cases(n: int = LONG, m: int = 20, dtypes: tuple[torch.dtype, ...] = DTYPES) 
 def _projection(n: int, m: int, dtype: torch.dtype) -> list[Case]:
     vectors = torch.float64 if dtype == torch.float64 else torch.float32
     long, far = Problem(n, m, dtype, vectors), Problem(FAR, max(m, 9), dtype, vectors)
-    short, tall = Problem(SHORT, m, dtype, vectors), Problem(60_000, 40_000, dtype, vectors)
+    short, tall = Problem(SHORT, m, dtype, vectors), Problem(60_010, 40_000, dtype, vectors)
     wide = Problem(LONG, 400, dtype, vectors)  # a list of FAR columns would need a large index
     few, far_few = Problem(n, 5, dtype, vectors), Problem(FAR, 5, dtype, vectors)
     few_long = Problem(2**29 + 3, 5, dtype, vectors)  # 2.7e9 elements

@@ -7,7 +7,9 @@ until this command passes on a machine with a GPU:
 1. what the assembler and the driver make of the PTX: agreement with the reference on the hardware,
 2. bitwise equal results of repeated runs; compute-sanitizer's memcheck, racecheck and initcheck,
 3. addresses beyond 2^31 elements, lists of tensors that move, a second device,
-4. time: bandwidth against a copy and torch's products, over dtypes, lengths and rows.
+4. time: every operation against a copy and torch's products, over dtypes, lengths and rows,
+5. with ``--flows tests/pretend_device/flows.py``, curvlab's own flows against the CPU: products,
+   solves, tiers of bases, learners, on an MLP, a ResNet and a ViT.
 
 Each check has a process of its own, so that a crash or an exhausted memory is a row and not the
 end. It writes ``gpu-check.json`` and ``gpu-check.html`` and exits with 1 if a check fails, with 2
@@ -17,17 +19,20 @@ if there is no GPU.
 import argparse
 import html
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from curvlab_kernels.audit import gpu_checks
+from curvlab_kernels.audit import gpu_checks, gpu_grid
 
+NO_ROOM = 3  # exit code of a check that the GPU's memory is too small for
+FLOW_ERROR = 1e-4  # relative, between GPU and CPU
 AGREEMENT = "agreement"  # all comparisons at once, under a sanitizer
 TOOLS = ("memcheck", "racecheck", "initcheck")
 _MISSING = (
@@ -39,11 +44,21 @@ _MISSING = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one check: ok, failed, crashed or timed out, and in words."""
+    """What became of one check: ok, failed, crashed, timed out or no room, and in words."""
 
     name: str
     outcome: str
     detail: str
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong: a memory that is too small for a case is no defect."""
+        return self.outcome in ("ok", "no room")
+
+
+def table() -> dict[str, Callable[[torch.device], str]]:
+    """Every check by name, the times last."""
+    return gpu_checks.table() | dict(gpu_grid.grid())
 
 
 def run_here(name: str, device: torch.device) -> int:
@@ -51,12 +66,15 @@ def run_here(name: str, device: torch.device) -> int:
     if not gpu_checks.available(name, device):
         print("the device does not have this dtype")
         return 0
-    check = gpu_checks.agreement if name == AGREEMENT else gpu_checks.table()[name]
+    check = gpu_checks.agreement if name == AGREEMENT else table()[name]
     try:
         print(check(device))
     except AssertionError as error:
         print(error)
         return 1
+    except torch.OutOfMemoryError as error:
+        print(str(error).splitlines()[0])
+        return NO_ROOM
     return 0
 
 
@@ -70,6 +88,8 @@ def run_apart(name: str, command: Sequence[str], seconds: float) -> Row:
         return Row(name, "timed out", f"after {seconds:.0f} s")
     if done.returncode == 0:
         return Row(name, "ok", done.stdout.strip())
+    if done.returncode == NO_ROOM:
+        return Row(name, "no room", done.stdout.strip()[-1000:])
     if done.returncode == 1 and not done.stderr.strip().startswith("Traceback"):
         return Row(name, "failed", done.stdout.strip()[-1000:])
     return Row(name, "crashed", f"exit code {done.returncode}: {done.stderr.strip()[-1000:]}")
@@ -87,6 +107,25 @@ def sanitized(command: Sequence[str], seconds: float) -> Iterator[Row]:
         yield Row(f"compute-sanitizer {name}", row.outcome, row.detail)
 
 
+def flows(script: Path, seconds: float) -> Iterator[Row]:
+    """The flows of a script, on CUDA and on the CPU, one process each.
+
+    ``script --names`` prints their names, ``script NAME`` a line of JSON with ``error`` (relative,
+    between the two) and ``failure`` (a traceback, or nothing).
+    """
+    listed = subprocess.run(
+        [sys.executable, str(script), "--names"], capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        row = run_apart(name, [sys.executable, str(script)], seconds)
+        if row.outcome == "ok":
+            found = json.loads(row.detail.splitlines()[-1])
+            wrong = found["failure"] or not found["error"] <= FLOW_ERROR
+            detail = found["failure"][-1000:] or f"differs from the CPU by {found['error']:.1e}"
+            row = Row(name, "failed" if wrong else "ok", detail)
+        yield Row(f"flow: {name}", row.outcome, row.detail)
+
+
 def machine() -> dict[str, str]:
     """Versions, and the GPU with its driver."""
     facts = {"python": sys.version.split()[0], "torch": torch.__version__}
@@ -100,14 +139,14 @@ def machine() -> dict[str, str]:
 
 def page(facts: dict[str, str], rows: Sequence[Row]) -> str:
     """A page with everything; what is not ok comes first."""
-    ordered = sorted(rows, key=lambda row: row.outcome == "ok")
+    ordered = sorted(rows, key=lambda row: (row.good, row.outcome == "ok"))
     cells = "\n".join(
         f"<tr><td>{html.escape(row.outcome)}<td>{html.escape(row.name)}"
         f"<td>{html.escape(row.detail)}"
         for row in ordered
     )
     about = html.escape(", ".join(f"{name} {value.strip()}" for name, value in facts.items()))
-    bad = sum(row.outcome != "ok" for row in rows)
+    bad = sum(not row.good for row in rows)
     return (
         "<!doctype html><meta charset=utf-8><title>gpu-check</title>"
         "<style>body{font:15px sans-serif}td{padding:2px 12px;border-bottom:1px solid #ddd}</style>"
@@ -116,23 +155,30 @@ def page(facts: dict[str, str], rows: Sequence[Row]) -> str:
     )
 
 
-def check_all(command: Sequence[str], only: str, seconds: float, out: Path) -> int:
+def check_all(
+    command: Sequence[str], only: str, seconds: float, out: Path, script: Path | None = None
+) -> int:
     """Every check whose name contains ``only``, one process each; returns how many are not ok."""
     rows = []
-    for name in gpu_checks.table():
-        if only in name:
-            rows.append(run_apart(name, command, seconds))
-            print(f"{rows[-1].outcome:9} {name}: {rows[-1].detail}", flush=True)
-    if not only:
-        for row in sanitized(command, 10 * seconds):
-            rows.append(row)
-            print(f"{row.outcome:9} {row.name}: {row.detail}", flush=True)
+
+    def rows_of() -> Iterator[Row]:
+        for name in table():
+            if only in name:
+                yield run_apart(name, command, seconds)
+        if not only:
+            yield from sanitized(command, 10 * seconds)
+        if script is not None:
+            yield from flows(script, seconds)
+
+    for row in rows_of():
+        rows.append(row)
+        print(f"{row.outcome:9} {row.name}: {row.detail}", flush=True)
     facts = machine()
     out.mkdir(parents=True, exist_ok=True)
     found = {"machine": facts, "rows": [asdict(row) for row in rows]}
     (out / "gpu-check.json").write_text(json.dumps(found, indent=1))
     (out / "gpu-check.html").write_text(page(facts, rows))
-    bad = sum(row.outcome != "ok" for row in rows)
+    bad = sum(not row.good for row in rows)
     print(f"{len(rows)} checks, {bad} not ok; {out / 'gpu-check.html'}")
     return bad
 
@@ -147,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="checks whose name contains this")
     parser.add_argument("--seconds", type=float, default=600.0, help="allowed for one check")
     parser.add_argument("--out", type=Path, default=Path(), help="folder for the results")
+    parser.add_argument("--flows", type=Path, help="a script with flows to run as well")
     parser.add_argument("--run", metavar="NAME", help="run one check in this process")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -155,7 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.run:
         return run_here(options.run, torch.device("cuda", torch.cuda.current_device()))
     command = [sys.executable, "-m", "curvlab_kernels.audit.gpu_check", "--run"]
-    return 1 if check_all(command, options.only, options.seconds, options.out) else 0
+    os.environ["FLOWS_ON"] = "cuda"
+    bad = check_all(command, options.only, options.seconds, options.out, options.flows)
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
