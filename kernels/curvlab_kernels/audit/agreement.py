@@ -50,8 +50,14 @@ def checks() -> Iterator[Check]:
         if dtype in LEVELS:
             yield Check(f"gram-factor-{name}", partial(project, 17, 1025, dtype, corrected=True))
             yield Check(f"quantise-{name}", partial(storage, dtype))
+        # Beyond short vectors: other tiles, several of them in a program, and a second stage.
+        yield Check(f"project-long-{name}", partial(project, 9, 66049, dtype))
+        if dtype in (torch.float32, torch.bfloat16, torch.int8):
+            yield Check(f"project-list-long-{name}", partial(project_list, 9, 66049, dtype))
+            yield Check(f"sgd-long-{name}", partial(sgd_step, 9, 66049, dtype, 0.1, 0.9))
+            run = partial(project, 9, 66049, dtype, count=5)
+            yield Check(f"project-block-long-{name}", run)
     yield Check("project-several-tiles-per-chunk", partial(project, 9, 9001, torch.float32))
-    yield Check("project-stage-two", partial(project, 9, 66049, torch.float32))
     for dtype in (torch.float32, torch.int8, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         run = partial(project, 5, 1023, dtype, vectors=torch.float64)
@@ -60,7 +66,6 @@ def checks() -> Iterator[Check]:
     yield Check("project-block-of-one", partial(project, 5, 300, torch.float32, count=1))
     yield Check("project-misaligned-vector", misaligned)
     yield Check("project-garbage-in-padding", garbage_in_padding)
-    yield Check("project-list-long", partial(project_list, 9, 4999, torch.float32))
     yield Check("sgd-plain", partial(sgd_step, 17, 1025, torch.float32, 0.0, 0.0))
     yield Check("sgd-decay", partial(sgd_step, 3, 65, torch.float32, 0.1, 0.0))
     yield Check("sgd-gram-factor", partial(sgd_step, 5, 1023, torch.int8, 0.1, 0.9, True))
