@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 TORCH := torch==2.13.0
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow lint format bench audit gpu-check clean
+.PHONY: help setup demo test test-slow lint format bench audit gpu-check docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -49,5 +49,9 @@ audit: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100, check the 
 gpu-check: $(STAMP)  ## on a CUDA machine: confirm what cannot be confirmed without one
 	PYTHONPATH=. $(RUN) -m curvlab_kernels.audit.gpu_check --flows tests/pretend_device/flows.py
 
+docs: $(STAMP)  ## the documentation site in site/, links checked
+	$(RUN) -m pip install --quiet --editable '.[docs]'
+	$(RUN) .ci/docs/build.py --out site
+
 clean:  ## remove .venv and what runs wrote
-	rm -rf $(VENV) demo results .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) demo site results .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -16,8 +16,8 @@ Corrections to the paper, each tested:
   In its proof C should be 1/(2 tau) D'BD; the last corollary is about E(t+1), not E(t+2).
 * **GPM**: on the stored inputs, with a basis of full rank, every layer's activation is frozen, so
   the outputs are frozen for *any* step size; neither a block-diagonal Hessian nor small steps are
-  needed. It does need layers without free biases. The corollary's remainder O(|d|) should be
-  O(|d|^3).
+  needed. It does need layers without free biases. The corollary's remainder ``O(|d|)`` should be
+  ``O(|d|^3)``.
 * **OGD-GTL**: the true label's entry of the softmax curvature is p(1-p), which vanishes with all
   the others as p -> 1; it is not O(1). What the variant leaves out depends on the number of
   classes and stays in the limit (:func:`label_only_residual`).
@@ -123,7 +123,7 @@ def softmax_curvature(probabilities: Tensor) -> Tensor:
 
 
 def label_only_residual(classes: int, confidence: float) -> float:
-    """What OGD-GTL leaves out: |A without the true label's row and column|_F / |A|_F.
+    """What OGD-GTL leaves out: ``|A without the true label's row and column|_F / |A|_F``.
 
     A = diag(p) - pp' with ``confidence`` on the true label and the rest spread evenly, the paper's
     own model. As confidence -> 1 it tends to 1 / sqrt(K + 2) and not to 0: .5, .378, .289 and .099
@@ -142,9 +142,9 @@ def plateau_score(eigenvalue: float, trace: float, n: int) -> float:
 
 
 def slope_score(gradient: Tensor, direction: Tensor) -> float:
-    """The limit of s(r) as r -> 0 where a gradient is left: |g'v| / (|g| E|mu_1|).
+    """The limit of s(r) as r -> 0 where a gradient is left: ``|g'v| / (|g| E|mu_1|)``.
 
-    For a random unit vector in n dimensions E|mu_1| is about sqrt(2 / (pi n)).
+    For a random unit vector in n dimensions ``E|mu_1|`` is about sqrt(2 / (pi n)).
 
     Args:
         gradient: ``(n,)``.

@@ -11,7 +11,8 @@ from curvlab.cli.parser import parse
 GUIDE = Path(__file__).parent.parent / "curvlab" / "guide"
 # guide/distributed.md needs several processes and is tested with them
 PAGES = ["quickstart", "choosing", "memory", "certificate", "paper", "extending", "scaling"]
-PAGES += ["kernels", "projection", "learning", "measured", "architecture"]
+PAGES += ["kernels", "projection", "learning", "measured", "architecture", "coming_from"]
+PAGES += ["gallery"]
 
 
 def blocks(page, language):
@@ -22,9 +23,12 @@ def blocks(page, language):
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir()
     namespace = {"__name__": page}
     for number, block in enumerate(blocks(page, "python"), start=1):
         exec(compile(block, f"guide/{page}.md, block {number}", "exec"), namespace)
+    shown = re.findall(r"!\[[^]]*\]\((pictures/[^)]+)\)", (GUIDE / f"{page}.md").read_text())
+    assert all(Path(picture).exists() for picture in shown), "a block draws each picture"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -48,7 +52,7 @@ def test_links_between_pages_lead_somewhere():
         for target, place in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", prose):
             found = page.parent / target if target else page
             assert found.exists(), f"{page.name}: {target}"
-            assert place.removeprefix("#") in {"", *anchors(found)}, f"{page.name}: {target}{place}"
+            assert not place or place[1:] in anchors(found), f"{page.name}: {target}{place}"
 
 
 def test_every_page_of_the_guide_is_known():

@@ -39,7 +39,7 @@ class Perturbation:
 
     Attributes:
         radii: ``(R,)``.
-        changes: ``(k, R)``; |L(theta + r v_i) - L(theta)|.
+        changes: ``(k, R)``; ``|L(theta + r v_i) - L(theta)|``.
         random_changes: ``(m, R)``; the same along random unit directions.
         loss: L(theta).
     """

@@ -161,7 +161,7 @@ def expand(
 
 
 def distances(parameters: Tensor) -> Tensor:
-    """|theta_t - theta_o| for all pairs; ``(T, n)`` to float64 ``(T, T)``."""
+    """``|theta_t - theta_o|`` for all pairs; ``(T, n)`` to float64 ``(T, T)``."""
     rows = parameters.detach().double()
     # by differences: the Gram-matrix formula loses half the digits of a small distance
     return torch.stack([(rows - row).norm(dim=1) for row in rows]).cpu()

@@ -49,7 +49,7 @@ def block_diagonality(
     columns: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """D(M) = 1 - mean |entry outside the diagonal blocks| / mean |entry inside them|.
+    """``D(M) = 1 - mean |entry outside the diagonal blocks| / mean |entry inside them|``.
 
     1 for a block-diagonal matrix, about 0 for a random one, without lower bound. (The paper writes
     the block set as D in the formula and B in the text.)
@@ -100,7 +100,7 @@ def spectral_similarity(
     probes: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """S(A, B) = <A, B>_F / (|A|_F |B|_F), the cosine of two matrices.
+    """``S(A, B) = <A, B>_F / (|A|_F |B|_F)``, the cosine of two matrices.
 
     Between -1 and 1 (the paper's "arbitrarily low" is bounded by -1).
 
