@@ -1,6 +1,7 @@
 """``doctor``, ``plan``, ``profile``, ``bench`` and ``version``: advice before and about work."""
 
 import importlib.util
+import logging
 import platform
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from curvlab.operators import Curvature
 from curvlab.plan import MACHINES, plan_counted
 from curvlab.plan import plan as plan_measured
 from curvlab.probe import OperatorError
+
+log = logging.getLogger("curvlab")
 
 CHECKOUT = (
     "the benchmarks are not installed with the package: clone the repository and run this in its "
@@ -94,11 +97,13 @@ def profile(options: Namespace) -> int:
     unit = _seconds(base.gradient, options.rounds)
     vector = torch.ones(base.n, dtype=base.dtype, device=base.device)
     results: dict[str, float | None] = {}
+    missing: list[str] = []
     for engine in ("mlp", "retained", "rebuilt", "linearised"):
         try:
             one = made(engine)
         except (ValueError, OperatorError, RuntimeError) as error:
-            say(options, f"{engine}: {str(error).splitlines()[0]}")
+            log.info("%s: %s", engine, str(error).splitlines()[0])
+            missing.append(engine)
             continue
         results[f"product, {engine}"] = _seconds(partial(one.__matmul__, vector), options.rounds)
     for dtype in (torch.float32, torch.float16, torch.int8):
@@ -119,6 +124,8 @@ def profile(options: Namespace) -> int:
         f"n = {base.n:,}, {count} samples, one gradient {1e3 * unit:.3f} ms; chosen: {base.engine}"
     )
     emit(options, facts, f"{head}\n" + table(["what", "ms", "gradients"], lines))
+    if missing:
+        say(options, f"not for this model: {', '.join(missing)} (-v says why)")
     if _benchmarks() is None:
         say(options, f"for the sweep over sizes and peers: {CHECKOUT}")
     return 0
