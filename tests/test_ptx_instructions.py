@@ -193,6 +193,17 @@ def test_a_float_instruction_is_rounded_once(name, bits):
         assert got == nearest(exact, dtype), (values, got)
 
 
+@pytest.mark.parametrize("kind", ["f32", "f64"])
+def test_every_nan_has_the_same_bits_in_whatever_order_operands_come(kind):
+    unsigned, real = {"f32": (np.uint32, np.float32), "f64": (np.uint64, np.float64)}[kind]
+    b = np.full(LANES, np.nan, real)
+    a = (b.view(unsigned) | unsigned(1)).view(real)
+    kinds = f"{kind} {kind} {kind}"
+    first = lanewise(f"add.{kind} {{0}}, {{1}}, {{2}};", kinds, a, b)
+    second = lanewise(f"add.{kind} {{0}}, {{1}}, {{2}};", kinds, b, a)
+    assert np.array_equal(first.view(unsigned), second.view(unsigned))
+
+
 def test_infinities_and_nan_pass_through_a_fused_product():
     a = np.full(LANES, 1e300)
     a[0], a[1] = np.inf, np.nan

@@ -193,6 +193,14 @@ def test_a_barrier_of_the_warp_orders_its_lanes_only():
         assert (not report.findings) == clean
 
 
+def test_a_barrier_of_the_warp_orders_only_what_came_before_it():
+    after = "{} mov.u32 %r1, 77; st.shared.b32 [%r7], %r1;"
+    for barrier, clean in (("", False), ("bar.warp.sync -1;", True), ("bar.sync 0;", True)):
+        body = EXCHANGE.format(distance=4, barrier="bar.warp.sync -1;", after=after.format(barrier))
+        report = run(body, numbers(1), threads=64, shared=256)
+        assert (not report.findings) == clean
+
+
 def test_writing_what_others_may_still_read_is_a_race():
     after = "{} mov.u32 %r1, 77; st.shared.b32 [%r7], %r1;"
     for barrier, clean in (("", False), ("bar.sync 0;", True)):

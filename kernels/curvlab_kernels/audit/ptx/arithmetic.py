@@ -57,10 +57,23 @@ def _arithmetic(on_numbers: Callable[..., Array], *, integers: bool = True) -> B
         count = len(instruction.operands) - 1
         if kind in _PACKED:
             whole, part = _PACKED[kind]
-            return elementwise(program, instruction, _pairs(on_numbers, part), [whole] * count)
-        return elementwise(program, instruction, on_numbers, [kind] * count)
+            function = _pairs(_one_nan(on_numbers), part)
+            return elementwise(program, instruction, function, [whole] * count)
+        function = on_numbers if kind in INTEGERS else _one_nan(on_numbers)
+        return elementwise(program, instruction, function, [kind] * count)
 
     return build
+
+
+def _one_nan(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Every NaN becomes the same bits, as on a GPU: a CPU's depend on the order of operands."""
+
+    def run(*values: Array) -> Array:
+        result = function(*values)
+        unknown = np.isnan(result)
+        return np.where(unknown, result.dtype.type(np.nan), result) if unknown.any() else result
+
+    return run
 
 
 def _pairs(function: Callable[..., Array], part: np.dtype[Any]) -> Callable[..., Array]:

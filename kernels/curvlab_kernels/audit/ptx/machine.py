@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from curvlab_kernels.audit.ptx.memory import SHARED_BASE, GlobalMemory, SharedMemory
+from curvlab_kernels.audit.ptx.memory import SHARED_BASE, GlobalMemory, SharedMemory, stamped
 from curvlab_kernels.audit.ptx.numbers import TYPES, UNSIGNED, Array, bits_of
 from curvlab_kernels.audit.ptx.program import BITS, Instruction, Program
 from curvlab_kernels.audit.ptx.races import AccessLog, access
@@ -51,12 +51,11 @@ class Machine:
         self.block = np.repeat(np.arange(blocks), threads)
         self.number = np.repeat(programs, threads)  # of the block in the grid
         self.thread = self.number * threads + self.tid
-        self.epoch = np.zeros(self.lanes, np.int32)
+        self.epoch = np.zeros(self.lanes, np.int32)  # barriers of the block so far
+        self.warp_epoch = np.zeros(self.lanes, np.int32)  # and of the warp
         self.current = 0  # index of the instruction under way
-        narrowest, by_warp = _shared_accesses(program)
         size = program.static_shared + dynamic_shared
-        self.shared = SharedMemory(blocks, size, narrowest, report)
-        self._identity = (self.tid // WARP if by_warp else self.tid).astype(np.int32)
+        self.shared = SharedMemory(blocks, size, _narrowest(program), report)
         self.special = self._special(grid)
         self.arguments = [
             np.array([value]).astype(TYPES[kind]).view(UNSIGNED[BITS[kind] // 8])
@@ -89,9 +88,8 @@ class Machine:
         return np.arange(self.lanes) if mask is None else np.flatnonzero(mask)
 
     def stamp(self, active: Array) -> Array:
-        """Who accesses shared memory, and in which epoch."""
-        stamped: Array = self.epoch[active] * np.int32(1024) + self._identity[active]
-        return stamped
+        """Who accesses shared memory, and when."""
+        return stamped(self.epoch[active], self.warp_epoch[active], self.tid[active])
 
     def arrive(self, blocks: Array) -> None:
         """All threads of these blocks have met at a barrier."""
@@ -124,21 +122,16 @@ class Machine:
         return np.flatnonzero(mask)
 
 
-def _shared_accesses(program: Program) -> tuple[int, bool]:
-    """Bytes of the narrowest access of shared memory, and whether warps synchronise by themselves.
-
-    A warp's own barrier orders its threads, so that only warps can race.
-    """
-    narrowest, by_warp = 4, False
+def _narrowest(program: Program) -> int:
+    """Bytes of the narrowest access of shared memory."""
+    narrowest = 4
     for instruction in program.instructions:
         parts = instruction.parts
-        if parts[:3] == ("bar", "warp", "sync"):
-            by_warp = True
-        elif "shared" in parts and parts[0] in ("ld", "st"):
+        if "shared" in parts and parts[0] in ("ld", "st"):
             narrowest = min(narrowest, BITS[parts[-1]] // 8)
         elif parts[0] in ("ldmatrix", "stmatrix") and "trans" in parts:
             narrowest = min(narrowest, 2)
-    return narrowest, by_warp
+    return narrowest
 
 
 # Operands. Each function is called once per instruction and returns what to call at every

@@ -12,7 +12,9 @@ from curvlab_kernels.audit.ptx.report import Fault, Report
 _LOWEST, _HIGHEST = 1 << 16, 1 << 47  # user addresses of a 64-bit process
 # Elements to read and write memory with; complex128 is sixteen bytes that numpy moves at once.
 _CONTAINER = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-_THREADS = 1024  # of a block, at most: an access is stamped with epoch * _THREADS + thread
+# An access is stamped with the block's barriers so far, its warp's, and its thread.
+_BLOCK, _WARP = 32, 10  # bits to the right of the first two
+_THREAD, _LANE = (1 << _WARP) - 1, 31
 SHARED_BASE = 1024  # where shared memory begins, so that an address of zero is out of bounds
 
 
@@ -21,6 +23,11 @@ def _address_space(size: int) -> Array:
     pointer = ctypes.cast(_LOWEST, ctypes.POINTER(ctypes.c_uint8))
     whole = np.ctypeslib.as_array(pointer, shape=(_HIGHEST - _LOWEST,))
     return whole.view(_CONTAINER[size])
+
+
+def stamped(blocks: Array, warps: Array, thread: Array) -> Array:
+    """When and by whom: barriers of its block and of its warp before an access, and its thread."""
+    return (blocks.astype(np.int64) << _BLOCK) | (warps.astype(np.int64) << _WARP) | thread
 
 
 class GlobalMemory:
@@ -85,10 +92,9 @@ class GlobalMemory:
 class SharedMemory:
     """Shared memory of a batch of blocks, that knows who touched what since the last barrier.
 
-    An access is stamped with the block's number of barriers so far and its thread. Two threads of
-    which one writes race if no barrier lies between; stamps of an older epoch mean nothing, so
-    that a barrier costs one addition. Between threads of one warp a ``bar.warp.sync`` would do:
-    a program that has one is checked by warps, any other by threads.
+    Accesses are stamped (:func:`stamped`). Two threads of which one writes race if no barrier of
+    the block lies between, nor, in one warp, one of the warp; stamps of an older epoch mean
+    nothing, so that a barrier costs one addition.
 
     Args:
         unit: Bytes per stamp: the narrowest access of the program.
@@ -100,10 +106,10 @@ class SharedMemory:
         self.report = report
         self.bytes = np.full(blocks * self.size, 0xFF, np.uint8)  # NaN to whoever reads too early
         units = blocks * self.size // unit
-        self.writer = np.full(units, -1, np.int32)
+        self.writer = np.full(units, -1, np.int64)
         # Two different readers are enough to know: a writer differs from one of them.
-        self.reader = np.full(units, -1, np.int32)
-        self.other = np.full(units, -1, np.int32)
+        self.reader = np.full(units, -1, np.int64)
+        self.other = np.full(units, -1, np.int64)
 
     def place(self, addresses: Array, block: Array, width: int, instruction: Instruction) -> Array:
         """Positions in ``bytes`` of addresses as the program has them; raises if out of bounds."""
@@ -151,13 +157,22 @@ class SharedMemory:
         return [first + i for i in range(width // self.unit)]
 
     @staticmethod
-    def _races(theirs: Array, mine: Array) -> Array:
-        """Whether another's access happened in this epoch."""
-        raced: Array = (theirs != mine) & (theirs // _THREADS == mine // _THREADS)
+    def _ordered(theirs: Array, mine: Array) -> Array:
+        """Whether a barrier lies between their access and mine: the block's, or of one warp."""
+        differ = theirs ^ mine
+        warp = ((differ & (_THREAD - _LANE)) == 0) & ((differ >> _WARP) & (2**22 - 1) != 0)
+        between: Array = ((differ >> _BLOCK) != 0) | warp
+        return between
+
+    def _races(self, theirs: Array, mine: Array) -> Array:
+        """Whether another's access is not ordered before this one."""
+        raced: Array = ((theirs ^ mine) & _THREAD != 0) & ~self._ordered(theirs, mine)
         return raced
 
     def _note_reader(self, units: Array, stamp: Array) -> None:
-        stale = self.reader[units] // _THREADS != stamp // _THREADS
+        # A reader of this warp before its last barrier is replaced too: to other warps the new one
+        # stands for it.
+        stale = self._ordered(self.reader[units], stamp)
         self.reader[units[stale]] = stamp[stale]
         differs = self.reader[units] != stamp
         self.other[units[differs]] = stamp[differs]

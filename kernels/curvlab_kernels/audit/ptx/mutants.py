@@ -47,6 +47,7 @@ class Kind:
 
 KINDS = (
     Kind("barrier removed", r"bar\.sync\s+0;", lambda _: ""),
+    Kind("warp's barrier removed", r"bar\.warp\.sync\s+\S+;", lambda _: ""),
     Kind("bound off by one", r"setp\.lt\.s64", lambda _: "setp.le.s64"),
     Kind("bound of rows off by one", r"setp\.lt\.s32", lambda _: "setp.le.s32"),
     Kind("guard inverted", rf"@(%p\d+)(\s+{_MEMORY})", lambda m: f"@!{m[1]}{m[2]}"),
@@ -90,6 +91,7 @@ def subjects() -> dict[str, tuple[Check, Check]]:
     return {
         "project float32": (partial(project, 17, 16001, f32), partial(project, 32, 4096, f32)),
         "project int8": (partial(project, 17, 33001, i8), partial(project, 32, 8192, i8)),
+        "project long int8": (partial(project, 5, 66049, i8), partial(project, 8, 67584, i8)),
         "project block float16": (
             partial(project, 17, 16001, f16, count=5),
             partial(project, 32, 2048, f16, count=8),

@@ -123,13 +123,16 @@ def _check_members(machine: Machine, mask: Mask, members: Array, instruction: In
 
 
 def warp_barrier(program: Program, instruction: Instruction) -> Step:
-    """``bar.warp.sync``: orders the lanes of a warp, which then race by warps only."""
+    """``bar.warp.sync``: orders the lanes of a warp, if it names all of them."""
     if instruction.parts != ("bar", "warp", "sync"):
         raise instruction.unknown()
     read = reader(program, instruction.operands[0], "u32")
 
     def run(machine: Machine, mask: Mask) -> None:
-        _check_members(machine, mask, machine.spread(read(machine)), instruction)
+        named = machine.spread(read(machine))
+        _check_members(machine, mask, named, instruction)
+        active = machine.active(mask)
+        machine.warp_epoch[active[named[active] == np.uint32(0xFFFFFFFF)]] += 1
 
     return run
 
