@@ -26,6 +26,20 @@ def test_more_rows_take_longer_to_move_and_to_issue():
     assert many.issue > 2 * few.issue
 
 
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("operation", ["project", "project list"])
+def test_rows_of_one_byte_are_limited_by_memory_and_not_by_issue(operation, architecture):
+    found = cost.cost(cost.operations(500_003, 20, torch.int8)[operation], architecture)
+    assert found.issue <= 0.8 * found.moved
+
+
+def test_slow_conversions_are_told_from_others():
+    slow = ("cvt.rn.f32.s16", "cvt.rn.f32.f64", "cvt.f64.f32", "cvt.rzi.s32.f32")
+    others = ("cvt.f32.f16", "cvt.u64.u32", "cvt.rn.f16x2.e5m2x2", "mov.b64", "add.f64")
+    assert all(cost._converts(opcode) for opcode in slow)
+    assert not any(cost._converts(opcode) for opcode in others)
+
+
 def test_the_command_reports_what_it_executed(capsys):
     assert execution.main(["--arch", "90", "--only", "norm-float32", "--n"]) == 0
     printed = capsys.readouterr().out
