@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -237,6 +238,39 @@ def test_the_right_one_of_many_ranks_is_named(how, text, ranks, victim):
         launch(going_wrong, ranks, how, victim, timeout=90, patience=5)
     assert text.format(victim=victim) in str(error.value)
     assert time.monotonic() - began < 60
+
+
+PROGRAM = """
+import torch
+from curvlab.distributed import join
+
+with join(timeout=20) as group:
+    group.sum_(torch.ones(8), "a first sum")
+    if group.rank == 1:
+        raise ValueError("sample 17 is damaged")
+    group.sum_(torch.ones(8), "a second sum")
+"""
+
+
+def test_a_rank_that_raises_ends_with_its_own_traceback(tmp_path):
+    """Not with SIGABRT, from a thread that torch holds when Python ends."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "program.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert said[1].rstrip().endswith("ValueError: sample 17 is damaged")
+    assert "RankError: rank 1 failed: ValueError: sample 17 is damaged" in said[0]
+    assert not any("terminate called" in text for text in said)
 
 
 def test_no_process_outlives_its_time(tmp_path):

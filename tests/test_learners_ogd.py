@@ -142,6 +142,9 @@ def test_combinations_of_samples_are_read_in_pieces_without_their_zeros(logits, 
 
 def test_structured_memory_works_with_biases_in_some_layers_only(generator):
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3, bias=False)).double()
+    with torch.no_grad():  # torch's own start depends on whichever tests ran before
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     population = population_of([model], [1])
     inputs = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     cotangents = torch.randn(4, 2, 3, generator=generator, dtype=torch.float64)
@@ -152,7 +155,7 @@ def test_structured_memory_works_with_biases_in_some_layers_only(generator):
     flat = inputs.repeat_interleave(2, 0), cotangents.flatten(0, 1)
     exact = exact_rows(model, *flat)
     rows = memory.rows()
-    assert len(rows) == 8
+    assert len(rows) == int(torch.linalg.matrix_rank(exact))  # dead units leave fewer than 8
     assert relative(exact @ rows.T @ rows, exact) <= 1e-10
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 KIND = "sharded eigenpairs"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShardedEigenpairs(Eigenpairs):
     """:class:`~curvlab.eigen.Eigenpairs` with this rank's shard of every vector.
 

@@ -7,7 +7,7 @@ What crosses between ranks is coefficients, squared norms and Gram matrices, in 
 collective sum gives every rank the same bits, so all ranks take the same decisions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from curvlab.distributed.pairs import ShardedEigenpairs
 from curvlab.distributed.watch import RankError
 from curvlab.eigen.result import Eigenpairs
 from curvlab.storage import Pieces
+
+DRAWN = 1 << 16  # random numbers drawn at a time, a multiple of 16
 
 
 def shard_width(n: int, ranks: int) -> int:
@@ -163,12 +165,33 @@ class Shards:
 
     def normal(self, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A shard of the vector that one process would draw."""
-        return self.take(torch.randn(self.n, generator=generator, dtype=dtype))
+        return self._drawn(lambda size: torch.randn(size, generator=generator, dtype=dtype))
 
     def signs(self, generator: torch.Generator, count: int) -> Tensor:
-        """Shards ``(count, width)`` of random signs, drawn one vector at a time."""
-        draws = [torch.randint(2, (self.n,), generator=generator) for _ in range(count)]
-        return torch.stack([self.take(2 * draw - 1) for draw in draws])
+        """Shards ``(count, width)`` of the random signs that one process would draw, int8."""
+        signs = torch.zeros(count, self.width, dtype=torch.int8)
+        for row in signs:
+            row.copy_(self._drawn(lambda size: torch.randint(2, (size,), generator=generator)))
+        signs[:, : self.held].mul_(2).sub_(1)
+        return signs
+
+    def _drawn(self, draw: Callable[[int], Tensor]) -> Tensor:
+        """This rank's shard of what ``draw(n)`` gives, without ever holding it whole.
+
+        The generator gives the same numbers in pieces as at once, if no piece is shorter than the
+        16 elements that it fills together and all but the last are multiples of them.
+        """
+        mine, first = list[Tensor](), 0
+        while first < self.n:
+            rest = self.n - first
+            size = rest if rest < DRAWN + 16 else DRAWN
+            piece = draw(size)
+            low, high = max(self.start - first, 0), min(self.start + self.held - first, size)
+            if low < high:
+                mine.append(piece[low:high].clone())
+            first += size
+        drawn = torch.cat(mine) if mine else piece[:0]
+        return torch.nn.functional.pad(drawn, (0, self.width - self.held))
 
     def canonical_signs_(self, vectors: Tensor) -> Tensor:
         """Flip rows so that the element of largest magnitude in the whole vector is positive."""

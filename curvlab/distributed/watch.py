@@ -5,20 +5,30 @@ They know that somebody is gone, not who. So every rank keeps a thread asleep in
 in trouble wakes them all, each says how far its rank has come, and whoever does not answer is dead.
 A rank that fails with an exception leaves it in the store, where the others read it. While all goes
 well this costs nothing.
+
+The store is on another host, perhaps behind a link that was cut: a connection then neither answers
+nor fails, whatever timeout it was given. So every question to it is asked by a thread that is left
+behind when its time is over.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import DistStoreError
 
+Result = TypeVar("Result")
 GRACE = 4.0  # seconds in which a living rank answers, on a busy machine too
 NAP = timedelta(hours=1)
 _prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, but not in the stubs
+
+
+class Unanswered(RuntimeError):
+    """The job's store gave no answer in time."""
 
 
 class RankError(RuntimeError):
@@ -41,37 +51,61 @@ class Watch:
         self._thread.start()
 
     def failed(self, reason: str) -> None:
-        """Tell the others that this rank is about to end, and why."""
-        self._store.set(f"failed {self.rank}", reason)
-        self._store.set("end", "trouble")
+        """Tell the others that this rank is about to end, and why; if they can be reached."""
+
+        def tell() -> None:
+            self._store.set(f"failed {self.rank}", reason)
+            self._store.set("end", "trouble")
+
+        with suppress(RuntimeError):  # the store is gone or cut off: the others will find out
+            within(GRACE, tell)
+        self._thread.join(GRACE)  # a thread inside torch when Python ends would abort the process
 
     def roll_call(self) -> str:
         """Which rank is the cause of a failed collective, as well as can be told."""
-        try:
+
+        def ask() -> str:
             self._store.set("end", "trouble")
             return self._verdict()
+
+        try:
+            verdict = within(3 * GRACE, ask)
+            self._thread.join(GRACE)
+            return verdict
+        except Unanswered:
+            return (
+                "rank 0, which keeps the job's store, does not answer (its host is stopped, or the "
+                "link to it is cut)"
+            )
         except RuntimeError:  # DistNetworkError among them
             return "rank 0, which keeps the job's store, is gone"
 
     def leave(self, timeout: float) -> None:
         """Wait until every rank leaves, then end the thread."""
-        self._store.set(f"left {self.rank}", "")
-        ranks = [f"left {rank}" for rank in range(self.size)]
         try:
+            within(timeout + GRACE, lambda: self._wait_for("left", timeout))
+            within(GRACE, lambda: self._store.set("end", "done"))
+            self._thread.join(GRACE)
+            # Whoever keeps the store leaves last, or the others would find it gone.
+            within(GRACE, lambda: self._store.set(f"gone {self.rank}", ""))
+            if self.rank == 0:
+                within(timeout + GRACE, lambda: self._wait_for("gone", timeout))
+        except Unanswered as error:
+            raise RankError(
+                f"rank {self.rank} is done, but rank 0, which keeps the store, does not answer"
+            ) from error
+
+    def _wait_for(self, word: str, timeout: float) -> None:
+        """Say ``word`` and wait until all ranks have said it."""
+        self._store.set(f"{word} {self.rank}", "")
+        try:
+            ranks = [f"{word} {rank}" for rank in range(self.size)]
             self._store.wait(ranks, timedelta(seconds=timeout))
         except DistStoreError as error:
-            late = [r for r in range(self.size) if not self._store.check([f"left {r}"])]
+            late = [r for r in range(self.size) if not self._store.check([f"{word} {r}"])]
             raise RankError(
                 f"{_ranks(late)} did not finish within {timeout:g} s of rank {self.rank}"
             ) from error
-        self._store.set("end", "done")
-        self._thread.join(GRACE)
-        # Whoever keeps the store leaves last, or the others would find it gone.
-        self._store.set(f"gone {self.rank}", "")
-        if self.rank == 0:
-            self._store.wait(
-                [f"gone {rank}" for rank in range(self.size)], timedelta(seconds=timeout)
-            )
 
     def _answer(self) -> None:
         while True:
@@ -82,8 +116,9 @@ class Watch:
                 continue  # the nap is over
             except RuntimeError:
                 return  # the store is gone: the job has ended
-        if self._sleeping.get("end") != b"done":
-            self._sleeping.set(f"alive {self.rank}", self._position())
+        with suppress(RuntimeError):  # the store has gone since: nobody is left to answer
+            if self._sleeping.get("end") != b"done":
+                self._sleeping.set(f"alive {self.rank}", self._position())
 
     def _verdict(self) -> str:
         deadline = time.monotonic() + GRACE
@@ -110,6 +145,27 @@ class Watch:
         if len(odd) > 1:
             return f"ranks went apart: {where}"
         return f"a collective failed though all ranks were there: {where}"
+
+
+def within(seconds: float, ask: Callable[[], Result]) -> Result:
+    """``ask()``, or :class:`Unanswered` if it takes longer; then it is left behind."""
+    answer: list[Result] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            answer.append(ask())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="curvlab question", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answer:
+        raise Unanswered(f"no answer within {seconds:g} s")
+    return answer[0]
 
 
 def _ranks(ranks: list[int]) -> str:

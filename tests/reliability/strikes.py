@@ -33,22 +33,37 @@ def attempt(subject: Subject, folder: Path, before: Callable[[], None] = lambda:
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
+    # held back until the child can catch them: before that, one would unwind this very stack
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     child = os.fork()
     if child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         return child
-    code = RAW
+    # A signal raises once, wherever this child is: also after its work, or in the inner `finally`.
+    # It never gets out of here, where it would run the parent's handlers and tests.
+    code = INTERRUPTED
     try:
-        with (folder.parent / f"{folder.name}.said").open("a") as said:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        torch.set_num_threads(1)
-        before()
-        code = _ended(lambda: subject.run(folder))
+        try:
+            with (folder.parent / f"{folder.name}.said").open("a") as said:
+                os.dup2(said.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            torch.set_num_threads(1)
+            before()
+            code = _ended(lambda: _unmasked(held, lambda: subject.run(folder)))
+        except Exception:
+            code = RAW
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # not the parent's handlers and tests
+        os._exit(code)
+
+
+def _unmasked(held: set[signal.Signals], run: Callable[[], None]) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    run()
 
 
 def _ended(run: Callable[[], None]) -> int:
