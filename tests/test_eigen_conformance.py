@@ -219,7 +219,8 @@ def test_explicit_verification_costs_one_product_per_pair_and_agrees():
     values = SPECTRA["Hessian"]
     cheap = lanczos(Diagonal(values), 6, dense=False)
     checked = lanczos(Diagonal(values), 6, dense=False, certify=Certify(explicit=True))
-    assert checked.matvecs == cheap.matvecs + 6
+    # and then the oldest product need not be made again to see whether the operator has changed
+    assert checked.matvecs == cheap.matvecs - 1 + 6
     assert torch.equal(checked.values, cheap.values)
     true = true_residuals(checked, Diagonal(values))
     assert torch.allclose(checked.residuals, true, rtol=1e-6, atol=1e-14)
