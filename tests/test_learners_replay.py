@@ -8,7 +8,7 @@ from curvlab.learners import AGEM, DER, ER, SGD, Learner, LwF, StackedMLP, popul
 from curvlab.learners.reservoir import Reservoir
 from curvlab.learners.step import Batch, Step
 from curvlab.nets import mlp, slim_resnet18
-from curvlab.training import Schedule, learn
+from curvlab.training import CropAndFlip, Schedule, learn
 from curvlab.training.run import MATRICES
 from tests.small_problems import cloud_tasks, resnet
 
@@ -265,3 +265,57 @@ def test_a_learner_that_is_replaying_trains_networks_with_batchnorm():
             tasks, learner, Schedule(0.05, epochs=2), seeds=1, batchnorm="per_task",
         )  # fmt: skip
         assert bool(run.snapshots.isfinite().all())
+
+
+def test_crop_and_flip_shifts_by_at_most_its_padding_and_mirrors_half():
+    images = torch.arange(1.0, 26.0).view(1, 1, 5, 5).repeat(400, 2, 1, 1)
+    images[:, 1] *= -1
+    augment = CropAndFlip(padding=1)
+    found = augment(images, torch.Generator().manual_seed(0))
+    wide = torch.nn.functional.pad(images[0, 0], (1, 1, 1, 1))
+    windows = {}
+    for down in range(3):
+        for right in range(3):
+            window = wide[down : down + 5, right : right + 5]
+            windows[tuple(window.flatten().tolist())] = (down, right, False)
+            windows[tuple(window.flip(1).flatten().tolist())] = (down, right, True)
+    seen = [windows[tuple(one[0].flatten().tolist())] for one in found]
+    assert set(seen) == set(windows.values())  # 18 kinds in 400 draws
+    assert torch.equal(found[:, 1], -found[:, 0])
+    mirrored = sum(kind[2] for kind in seen)
+    assert abs(mirrored - 200) < 4 * 10  # four standard deviations
+    still = CropAndFlip(padding=0, flip=False)(images, torch.Generator().manual_seed(0))
+    assert torch.equal(still, images)
+    with pytest.raises(ValueError, match=r"images \(B, C, H, W\)"):
+        augment(images[0], torch.Generator())
+
+
+def test_a_checkpoint_from_before_the_curve_goes_on_with_what_is_known(tmp_path):
+    from curvlab.storage import load_tensors, save_tensors
+
+    tasks, file = cloud_tasks(2), tmp_path / "run.safetensors"
+
+    class Stopped(SGD):
+        def after_step(self, population, step):
+            del population
+            if (step.task, step.step) == (1, 9):
+                raise KeyboardInterrupt
+
+        def config(self):
+            return {"learner": "SGD"}
+
+    options = {"seeds": 1, "checkpoint": file, "checkpoint_every": 4}
+    schedule = Schedule(0.1, epochs=2)
+    (whole,) = learn(build, tasks, SGD(), schedule, seeds=1)
+    with pytest.raises(KeyboardInterrupt):
+        learn(build, tasks, Stopped(), schedule, **options)
+    tensors, manifest = load_tensors(file, "training")
+    newer = ("curve/", "matrices/task_", "matrices/class_")
+    old = {name: one for name, one in tensors.items() if not name.startswith(newer)}
+    save_tensors(file, "training", old, manifest)
+    (run,) = learn(build, tasks, SGD(), schedule, **options)
+    assert torch.equal(run.snapshots, whole.snapshots)
+    assert run.losses[0].numel() == 0
+    # 8 of 12 steps were made before: two of the second epoch
+    assert run.losses[1].isnan().tolist() == [[True] * 2 + [False] * 4]
+    assert torch.equal(run.losses[1][0, 2:], whole.losses[1][1, 2:])

@@ -37,7 +37,7 @@ class Reservoir:
     def add(self, population: Population, batch: Batch, **more: Tensor) -> None:
         """Offer a batch; ``more`` is kept beside it, ``(S, B, ...)`` each."""
         runs, count = batch.targets.shape
-        tasks = torch.full_like(batch.targets, batch.step.task)
+        tasks = torch.full((runs, count), batch.step.task)  # on the CPU: they are looked at
         offered = {"inputs": batch.inputs, "targets": batch.targets, "tasks": tasks, **more}
         if not self.kept:
             self.kept = {
@@ -64,14 +64,14 @@ class Reservoir:
             return []
         generator = derived_generator(population.seeds[s], "replay", step.task, step.step)
         chosen = torch.randperm(len(self), generator=generator)[:count]
-        drawn = {name: one[s][chosen.to(one.device)] for name, one in self.kept.items()}
-        if not population.takes_task:
-            return [(step.task, drawn)]
-        parts = []
-        for task in sorted(set(drawn["tasks"].tolist())):
-            mine = drawn["tasks"] == task
-            parts.append((task, {name: one[mine] for name, one in drawn.items()}))
-        return parts
+        parts = {step.task: chosen}
+        if population.takes_task:
+            tasks = self.kept["tasks"][s][chosen]
+            parts = {task: chosen[tasks == task] for task in sorted(set(tasks.tolist()))}
+        return [
+            (task, {name: one[s][places.to(one.device)] for name, one in self.kept.items()})
+            for task, places in parts.items()
+        ]
 
     def state(self) -> dict[str, Tensor]:
         """For a checkpoint."""
@@ -80,4 +80,5 @@ class Reservoir:
     def load_state(self, population: Population, tensors: dict[str, Tensor]) -> None:
         """Take back what :meth:`state` gave."""
         self.seen = int(tensors["seen"])
-        self.kept = {k: v.to(population.device) for k, v in tensors.items() if k != "seen"}
+        here = {k: v if k == "tasks" else v.to(population.device) for k, v in tensors.items()}
+        self.kept = {k: v for k, v in here.items() if k != "seen"}

@@ -33,6 +33,16 @@ class Curve:
         self.tasks.append(torch.zeros(self.runs, 0, 0, dtype=torch.float64))
         self.part = self._nothing()
 
+    def unknown(self, tasks: int) -> None:
+        """Tasks of which nothing is known."""
+        for _ in range(tasks):
+            self.begin_task()
+
+    def resume(self, steps: int) -> None:
+        """``steps`` of the epoch lie behind; those of which nothing is known count as NaN."""
+        missing = torch.full((self.runs, steps - self.part.shape[1]), float("nan")).double()
+        self.part = torch.cat([missing, self.part], 1)
+
     def add(self, losses: Tensor) -> None:
         """Losses ``(S, m)`` of the next steps of the epoch."""
         self.part = torch.cat([self.part, losses], 1)

@@ -94,6 +94,7 @@ class Loop:
         record, timing = self.record, self.record.timings[-1]
         steps = per_epoch * epochs
         begun = time.perf_counter()
+        record.curve.resume(record.step % per_epoch)
         for epoch in range(record.step // per_epoch, epochs):
             start = record.step - epoch * per_epoch
             for inputs, targets in seed_batches(

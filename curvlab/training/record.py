@@ -131,6 +131,8 @@ class Checkpoint:
         matrices: dict[str, Shape] = {
             f"matrices/{name}": (torch.float64, *matrix.shape)
             for name, matrix in record.matrices.items()
+            # a file from before the other two were measured has four
+            if f"matrices/{name}" in tensors or not name.startswith(("task_", "class_"))
         }
         require_tensors(
             self.path, tensors, {**matrices, **dict.fromkeys(["initial", *kept], shape)}
@@ -138,14 +140,18 @@ class Checkpoint:
         record.task, record.step = task, manifest["step"]
         record.timings = manifest["timings"]
         record.initial = tensors["initial"]
-        record.matrices = _below(tensors, "matrices/")
+        record.matrices |= _below(tensors, "matrices/")
         record.snapshots = [tensors[name] for name in kept]
         done = len([timing for timing in record.timings if "evaluate_seconds" in timing])
         buffers = [_below(tensors, f"buffers/{t}/") for t in range(done)]
         record.buffers = [after for after in buffers if after]
         learner.notes = manifest["notes"]
         try:  # what a learner keeps is its own affair, and so is whether it fits
-            record.curve.load_state(_below(tensors, "curve/"))
+            curve = _below(tensors, "curve/")
+            if curve:
+                record.curve.load_state(curve)
+            else:  # a file from before it was kept
+                record.curve.unknown(len(record.timings))
             population.load_state(_below(tensors, "population/"), record.task)
             learner.load_state(population, _below(tensors, "learner/"))
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:

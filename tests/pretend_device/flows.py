@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 import curvlab
 from curvlab import learners, metrics
 from curvlab.basis import MappedFile, PinnedHost
+from curvlab.nets import mlp
 from curvlab.nets.kwinners import kwinners_mlp
 from curvlab.nets.powerprop import powerpropagate
 from curvlab.nets.progressive import progressive_mlp
@@ -435,6 +436,10 @@ LEARNERS = {
     "EWC": lambda: learners.EWC(samples=20),
     "PackNet": lambda: learners.PackNet(),
     "SpaceNet": lambda: learners.SpaceNet((4, 4), (2, 2), (10, 10, 10)),
+    "ER": lambda: learners.ER(12, batch=4),
+    "DER": lambda: learners.DER(12, beta=0.5, batch=4),
+    "AGEM": lambda: learners.AGEM(12, batch=4),
+    "LwF": lambda: learners.LwF(),
 }
 for _name, _learner in LEARNERS.items():
     FLOWS[f"training with {_name}"] = lambda learner=_learner: training(learner)
@@ -456,6 +461,16 @@ def training_with_Progressive():
 def training_with_HeterogeneousDropout():
     build = lambda seed: kwinners_mlp((6, 8, 7, 3), seed=seed)  # noqa: E731
     return training(lambda: learners.HeterogeneousDropout(learners.SGD()), build)
+
+
+def several_heads(seed):
+    return mlp((6, 8, 7, 3), tasks=2, seed=seed)
+
+
+for _name in ("SGDDagger", "OGD", "GPM", "EWC", "PackNet", "ER", "AGEM", "LwF"):
+    FLOWS[f"training with {_name} and several heads"] = lambda learner=LEARNERS[_name]: training(
+        learner, several_heads, weight_decay=0.01
+    )
 
 
 @flow
