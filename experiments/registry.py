@@ -11,6 +11,7 @@ from experiments import (
     energy,
     extension,
     extension_cifar10,
+    fine_tuning,
     half_precision,
     long_stream,
     low_rank,
@@ -47,6 +48,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     extension.EXPERIMENT,
     extension_cifar10.EXPERIMENT,
     long_stream.EXPERIMENT,
+    fine_tuning.EXPERIMENT,
     half_precision.EXPERIMENT,
 )
 

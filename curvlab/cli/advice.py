@@ -1,31 +1,22 @@
-"""``doctor``, ``plan``, ``profile``, ``bench`` and ``version``: advice before and about work."""
+"""``doctor``, ``plan``, ``bench`` and ``version``: advice before and about work."""
 
 import importlib.util
-import logging
 import platform
 import subprocess
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from curvlab.basis import Basis
-from curvlab.batches import freeze, rows, sample_count
+from curvlab.batches import freeze
 from curvlab.cli.load import CURVATURES, case
-from curvlab.cli.output import emit, say, table
+from curvlab.cli.output import emit
 from curvlab.cli.parser import UsageError
 from curvlab.doctor import doctor as visit
-from curvlab.operators import Curvature
 from curvlab.plan import MACHINES, plan_counted
 from curvlab.plan import plan as plan_measured
-from curvlab.probe import OperatorError
-
-log = logging.getLogger("curvlab")
 
 CHECKOUT = (
     "the benchmarks are not installed with the package: clone the repository and run this in its "
@@ -82,58 +73,9 @@ def plan(options: Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def profile(options: Namespace) -> int:
-    """Every engine's product and every storage's projection, in gradients."""
-    given = case(options)
-    kind = CURVATURES[options.curvature]
-    batches = freeze(given.data, bare=given.bare)
-    some = [rows(batch, slice(0, options.samples or 64)) for batch in batches.pieces(None)[:1]]
-    shared: dict[str, Any] = {"precision": options.precision, **given.options}
-
-    def made(engine: Any) -> Curvature:
-        return kind(given.model, given.loss, some, engine=engine, **shared)
-
-    base = made("auto")
-    unit = _seconds(base.gradient, options.rounds)
-    vector = torch.ones(base.n, dtype=base.dtype, device=base.device)
-    results: dict[str, float | None] = {}
-    missing: list[str] = []
-    for engine in ("mlp", "retained", "rebuilt", "linearised"):
-        try:
-            one = made(engine)
-        except (ValueError, OperatorError, RuntimeError) as error:
-            log.info("%s: %s", engine, str(error).splitlines()[0])
-            missing.append(engine)
-            continue
-        results[f"product, {engine}"] = _seconds(partial(one.__matmul__, vector), options.rounds)
-    for dtype in (torch.float32, torch.float16, torch.int8):
-        memory = Basis(base.n, options.rows, dtype=dtype, device=base.device)
-        generator = torch.Generator().manual_seed(0)
-        memory.extend(torch.randn(options.rows, base.n, generator=generator).to(base.device))
-        flat = vector.float().clone()
-        name = f"projection, {options.rows} rows, {str(dtype).removeprefix('torch.')}"
-        results[name] = _seconds(partial(memory.project_out_, flat), options.rounds)
-    count = sample_count(some[0])
-    facts = {"samples": count, "n": base.n, "gradient_seconds": unit, "seconds": results}
-    lines = [
-        [name, f"{1e3 * seconds:.3f}", f"{seconds / unit:.2f}"]
-        for name, seconds in results.items()
-        if seconds is not None
-    ]
-    head = (
-        f"n = {base.n:,}, {count} samples, one gradient {1e3 * unit:.3f} ms; chosen: {base.engine}"
-    )
-    emit(options, facts, f"{head}\n" + table(["what", "ms", "gradients"], lines))
-    if missing:
-        say(options, f"not for this model: {', '.join(missing)} (-v says why)")
-    if _benchmarks() is None:
-        say(options, f"for the sweep over sizes and peers: {CHECKOUT}")
-    return 0
-
-
 def bench(options: Namespace) -> int:
     """Pass on to ``python -m benchmarks`` of a checkout."""
-    folder = _benchmarks()
+    folder = benchmarks_folder()
     if folder is None:
         raise UsageError(CHECKOUT)
     rest = [word for word in options.rest if word != "--"]
@@ -164,21 +106,9 @@ def version(options: Namespace) -> int:
     return 0
 
 
-def _benchmarks() -> Path | None:
+def benchmarks_folder() -> Path | None:
     """The checkout that holds curvlab's own benchmarks: here, or around the package."""
     for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
         if (folder / "benchmarks" / "measure.py").is_file() and (folder / "curvlab").is_dir():
             return folder
     return None
-
-
-def _seconds(call: Callable[[], Any], rounds: int) -> float:
-    call()
-    best = float("inf")
-    for _ in range(rounds):
-        began = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return best

@@ -99,6 +99,9 @@ def plan(parser: ArgumentParser) -> None:
 def profile(parser: ArgumentParser) -> None:
     _model(parser)
     parser.add_argument("--rows", type=whole(1), default=20, help="of the projected basis (20)")
+    parser.add_argument(
+        "--energy", type=between(0.0, 1.0), default=0.99, help="held by layer bases (0.99)"
+    )
     parser.add_argument("--rounds", type=whole(1), default=5)
 
 

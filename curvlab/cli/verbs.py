@@ -92,8 +92,8 @@ VERBS: dict[str, Verb] = {
         ),
     ),
     "profile": Verb(
-        "time of every product engine, and of projections, on this model and machine",
-        "curvlab.cli.advice:profile",
+        "time of product engines and projections, and what protecting a step takes, side by side",
+        "curvlab.cli.profile:profile",
         add.profile,
         (f"curvlab profile {MODEL} --rows 20",),
     ),

@@ -1,0 +1,199 @@
+"""``profile``: what products, projections and protected steps take on a model and machine."""
+
+import copy
+import dataclasses
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from curvlab.basis import Basis
+from curvlab.batches import freeze, rows, sample_count
+from curvlab.cli.advice import CHECKOUT, benchmarks_folder
+from curvlab.cli.load import CURVATURES, case
+from curvlab.cli.output import emit, say, table
+from curvlab.layerwise import LayerBases, Side, layer_bases
+from curvlab.operators import Curvature
+from curvlab.parameters import layout_of, parameter_vector, select_parameters
+from curvlab.probe import OperatorError
+from curvlab.protection import LayerProtection, protect
+
+log = logging.getLogger("curvlab")
+
+STEPS = 20  # after which a leak is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Protected:
+    """What one memory costs an AdamW step of a model.
+
+    Attributes:
+        kept: Bytes of the memory itself.
+        room: Bytes that its protection needs beside it.
+        seconds: What it adds to a step of the optimizer.
+        leak: After ``STEPS`` steps, what moved along what is protected, relative to the weights.
+    """
+
+    name: str
+    kept: int
+    room: int
+    seconds: float
+    leak: float
+
+
+def profile(options: Namespace) -> int:
+    """Every engine's product, every storage's projection, every protection of a step."""
+    given = case(options)
+    kind = CURVATURES[options.curvature]
+    batches = freeze(given.data, bare=given.bare)
+    some = [rows(batch, slice(0, options.samples or 64)) for batch in batches.pieces(None)[:1]]
+    shared: dict[str, Any] = {"precision": options.precision, **given.options}
+
+    def made(engine: Any) -> Curvature:
+        return kind(given.model, given.loss, some, engine=engine, **shared)
+
+    base = made("auto")
+    unit = _seconds(base.gradient, options.rounds)
+    vector = torch.ones(base.n, dtype=base.dtype, device=base.device)
+    results: dict[str, float | None] = {}
+    missing: list[str] = []
+    for engine in ("mlp", "retained", "rebuilt", "linearised"):
+        try:
+            one = made(engine)
+        except (ValueError, OperatorError, RuntimeError) as error:
+            log.info("%s: %s", engine, str(error).splitlines()[0])
+            missing.append(engine)
+            continue
+        results[f"product, {engine}"] = _seconds(partial(one.__matmul__, vector), options.rounds)
+    for dtype in (torch.float32, torch.float16, torch.int8):
+        memory = Basis(base.n, options.rows, dtype=dtype, device=base.device)
+        generator = torch.Generator().manual_seed(0)
+        memory.extend(torch.randn(options.rows, base.n, generator=generator).to(base.device))
+        flat = vector.float().clone()
+        name = f"projection, {options.rows} rows, {str(dtype).removeprefix('torch.')}"
+        results[name] = _seconds(partial(memory.project_out_, flat), options.rounds)
+    count = sample_count(some[0])
+    facts: dict[str, Any] = {
+        "samples": count,
+        "n": base.n,
+        "gradient_seconds": unit,
+        "seconds": results,
+    }
+    lines = [
+        [name, f"{1e3 * seconds:.3f}", f"{seconds / unit:.2f}"]
+        for name, seconds in results.items()
+        if seconds is not None
+    ]
+    head = (
+        f"n = {base.n:,}, {count} samples, one gradient {1e3 * unit:.3f} ms; chosen: {base.engine}"
+    )
+    protections = list(_protections(options, given.model, given.loss, some, base))
+    facts["protections"] = [dataclasses.asdict(one) for one in protections]
+    text = f"{head}\n" + table(["what", "ms", "gradients"], lines)
+    emit(options, facts, f"{text}\n\n{_compared(protections, unit)}")
+    if missing:
+        say(options, f"not for this model: {', '.join(missing)} (-v says why)")
+    if benchmarks_folder() is None:
+        say(options, f"for the sweep over sizes and peers: {CHECKOUT}")
+    return 0
+
+
+def _protections(
+    options: Namespace, model: nn.Module, loss: Any, data: Any, base: Curvature
+) -> Iterator[Protected]:
+    """Dense rows beside layer bases, each protecting AdamW's steps with the model's gradient."""
+    gradient = base.gradient()
+    alone = _stepping(model, gradient, options.select, None)[0]
+    plain = _seconds(alone, options.rounds)
+    for dtype in (torch.float32, torch.int8):
+        basis = Basis(base.n, options.rows, dtype=dtype, device=base.device)
+        generator = torch.Generator().manual_seed(0)
+        basis.extend(torch.randn(options.rows, base.n, generator=generator).to(base.device))
+        name = f"{options.rows} dense rows, {str(dtype).removeprefix('torch.')}"
+        yield _protected(name, model, gradient, options, basis, plain)
+    sides: tuple[tuple[Side, str], ...] = (("inputs", "layer bases"), ("both", "Kronecker bases"))
+    for side, name in sides:
+        try:
+            bases = layer_bases(
+                model, data, side=side, loss=loss, energy=options.energy, select=options.select
+            )
+        except (ValueError, TypeError) as error:
+            say(options, f"{name}: {str(error).splitlines()[0]}")
+            continue
+        full = f"{name}, energy {options.energy:g}"
+        yield _protected(full, model, gradient, options, bases, plain)
+
+
+def _protected(
+    name: str,
+    model: nn.Module,
+    gradient: Tensor,
+    options: Namespace,
+    memory: Basis | LayerBases,
+    plain: float,
+) -> Protected:
+    step, trained, handle = _stepping(model, gradient, options.select, memory)
+    before = parameter_vector(trained, options.select).double()
+    for _ in range(STEPS):
+        step()
+    if isinstance(handle, LayerProtection):
+        leak, room = handle.leak, handle.bytes
+    else:
+        change = parameter_vector(trained, options.select).double() - before
+        along = memory.rows().double() @ change  # type: ignore[union-attr]
+        leak, room = float(along.norm() / before.norm()), 2 * 4 * len(change)
+    seconds = _seconds(step, options.rounds) - plain
+    return Protected(name, memory.bytes, room, max(seconds, 0.0), leak)
+
+
+def _stepping(
+    model: nn.Module, gradient: Tensor, select: Any, memory: Basis | LayerBases | None
+) -> tuple[Callable[[], Any], nn.Module, Any]:
+    """A step of AdamW on a copy of the model, protected by ``memory`` if there is one."""
+    trained = copy.deepcopy(model).float()
+    chosen = select_parameters(trained, select)
+    pieces = layout_of(chosen).unflatten(gradient.float())
+    for parameter, piece in zip(chosen.values(), pieces, strict=True):
+        parameter.grad = piece.clone()
+    optimizer = AdamW(chosen.values(), lr=1e-4)
+    handle: Any = None
+    if isinstance(memory, LayerBases):
+        handle = protect(optimizer, memory, trained)
+    elif memory is not None:
+        handle = protect(optimizer, memory, trained, select=select)
+    return optimizer.step, trained, handle
+
+
+def _compared(protections: list[Protected], unit: float) -> str:
+    head = ["protecting a step of AdamW", "kept, MB", "room, MB", "ms added", "gradients", "leak"]
+    lines = [
+        [
+            one.name,
+            f"{one.kept / 1e6:.2f}",
+            f"{one.room / 1e6:.2f}",
+            f"{1e3 * one.seconds:.3f}",
+            f"{one.seconds / unit:.2f}",
+            f"{one.leak:.0e}",
+        ]
+        for one in protections
+    ]
+    return table(head, lines)
+
+
+def _seconds(call: Callable[[], Any], rounds: int) -> float:
+    call()
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return best
