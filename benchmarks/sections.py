@@ -145,6 +145,14 @@ SECTIONS: dict[str, Section] = {
         (_each("Batch 10", "learner networks", ("SGD step", "ms"), ("SGD-dagger step", "ms"),
                ("projection", "ms"), ("projection", "reads"), ("leak", "")),),
     ),
+    "protection": Section(
+        "Protecting a model while it is fine-tuned",
+        ("protection",),
+        (_each("A training step with AdamW", "protection", ("step", "plain steps"),
+               ("leak", "of the weights"), ("kept", "MB"), ("room", "MB"),
+               ("rows held", "of the width")),),
+        "Layer bases of a GPT that reads bytes: forward, backward and the optimizer's step.",
+    ),
     "budget": Section(
         "Memory budgets",
         ("memory budget",),

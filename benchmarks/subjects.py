@@ -131,6 +131,14 @@ SUBJECTS: dict[str, Subject] = {
         },
         {"small": 5, "standard": 20, "full": 120},
     ),
+    "protection": Subject(
+        "AdamW's step on a GPT, plain and protected by layer bases",
+        {
+            "small": (*SMALL, "--rounds", "2"),
+            "full": (*FULL, "--rounds", "7"),
+        },
+        {"small": 5, "full": 120},
+    ),
     "budget": Subject(
         "whether products keep to their memory budget",
         {

@@ -226,6 +226,18 @@ def _learners() -> list[Target]:
     return found
 
 
+def _protection() -> list[Target]:
+    x = ("GPT, P=10893312, energy 0.99",)
+    step = Figure("protection", "AdamW, protected", "step", "plain steps", x)
+    leak = Figure("protection", "AdamW, protected", "leak", "of the weights", x)
+    return [
+        Target("protection", "protected AdamW step on a GPT of 10.9 M, energy 0.99", AT_MOST, 1.25,
+               "plain steps", step),
+        Target("protection", "what protected steps leave along the bases", AT_MOST, 1e-6,
+               "of the weights", leak),
+    ]  # fmt: skip
+
+
 TARGETS: tuple[Target, ...] = (
     *_products(),
     *_dense(),
@@ -234,4 +246,5 @@ TARGETS: tuple[Target, ...] = (
     *_eigen(),
     *_energy(),
     *_learners(),
+    *_protection(),
 )

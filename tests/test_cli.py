@@ -314,13 +314,20 @@ def test_plan_profile_and_version(run):
     assert "sent by each rank" in out
     code, out, err = run("profile", *NET, "--rows", 3, "--rounds", 1, "--json")
     assert code == 0, err
-    assert "product, retained" in json.loads(out)["seconds"]
+    found = json.loads(out)
+    assert "product, retained" in found["seconds"]
+    names = ["3 dense rows, float32", "3 dense rows, int8"]
+    names += ["layer bases, energy 0.99", "Kronecker bases, energy 0.99"]
+    assert [one["name"] for one in found["protections"]] == names
+    for one in found["protections"]:
+        assert one["leak"] <= 1e-6
+        assert min(one["kept"], one["room"]) > 0
     code, out, _ = run("version", "--json")
     assert json.loads(out)["torch"] == str(torch.__version__)
 
 
 def test_bench_outside_a_checkout_says_where_the_benchmarks_are(run, monkeypatch):
-    monkeypatch.setattr("curvlab.cli.advice._benchmarks", lambda: None)
+    monkeypatch.setattr("curvlab.cli.advice.benchmarks_folder", lambda: None)
     code, _, err = run("bench")
     assert code == 2
     assert "clone the repository" in err

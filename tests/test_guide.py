@@ -12,7 +12,7 @@ GUIDE = Path(__file__).parent.parent / "curvlab" / "guide"
 # guide/distributed.md needs several processes and is tested with them
 PAGES = ["quickstart", "choosing", "memory", "certificate", "paper", "extending", "scaling"]
 PAGES += ["kernels", "projection", "learning", "measured", "architecture", "coming_from"]
-PAGES += ["gallery"]
+PAGES += ["gallery", "protection"]
 
 
 def blocks(page, language):

@@ -9,6 +9,8 @@ largest are still seen.
 import torch
 from torch import Tensor
 
+COARSE = 0.9999  # share of energy up to which a Gram matrix tells directions well enough
+
 
 class Triangle:
     """``(at most width, width)`` with the Gram matrix of all rows added; memory is bounded.
@@ -59,7 +61,7 @@ def extended_basis(
     total = float(triangle.square().sum())
     rest = triangle - (triangle @ basis.T) @ basis
     rest = rest - (rest @ basis.T) @ basis  # twice is enough
-    _, values, directions = torch.linalg.svd(rest, full_matrices=False)
+    values, directions = _leading(rest, threshold)
     rounding = float(torch.finfo(torch.float64).eps) * max(triangle.shape)
     if stored != torch.float64:
         rounding = max(rounding, 2 * float(torch.finfo(stored).eps))
@@ -78,6 +80,19 @@ def extended_basis(
     added = added - (added @ basis.T) @ basis
     rows = torch.cat([basis, torch.linalg.qr(added.T).Q.T])
     return rows, values[:missing].square()
+
+
+def _leading(matrix: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Singular values, largest first, and right singular vectors as rows.
+
+    The eigenvectors of the Gram matrix take a quarter of the time. They lose directions 1e-8 below
+    the largest, whose energy is beyond what a threshold clearly below 1 asks for.
+    """
+    if threshold > COARSE:
+        _, values, directions = torch.linalg.svd(matrix, full_matrices=False)
+        return values, directions
+    squares, vectors = torch.linalg.eigh(matrix.T @ matrix)
+    return squares.flip(0).clamp(min=0.0).sqrt(), vectors.flip(1).T
 
 
 def require_finite(name: str, rows: Tensor, what: str) -> None:
