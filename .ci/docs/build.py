@@ -25,7 +25,15 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 GUIDE = {
     "Start": ("quickstart", "choosing", "coming_from", "gallery"),
-    "Guide": ("certificate", "memory", "projection", "learning", "distributed", "scaling"),
+    "Guide": (
+        "certificate",
+        "memory",
+        "projection",
+        "protection",
+        "learning",
+        "distributed",
+        "scaling",
+    ),
     "Develop": ("extending", "kernels", "architecture"),
     "Evidence": ("paper", "measured", "results"),
 }
