@@ -164,6 +164,40 @@ for _name, _build in (("ResNet", resnet), ("ViT", vit)):
         )
 
 
+def image_solve(build):
+    def run(device):
+        made = curvlab.GaussNewton(build(0).to(device).eval(), cross_entropy, images(device))
+        return [curvlab.lanczos(made, k=1, tol=1e-3).values]
+
+    return both(run)
+
+
+def image_training(build):
+    """Three steps of SGD-dagger: two free ones, then one off the eigenvectors found in between."""
+
+    def run(device):
+        model, (inputs, targets) = build(0).to(device).eval(), images(device)
+        n = curvlab.parameter_count(model)
+        basis = curvlab.Basis(n, 2, device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+        for step in range(3):
+            if step == 2:
+                made = curvlab.GaussNewton(model, cross_entropy, (inputs, targets))
+                basis.extend(curvlab.lanczos(made, k=1, tol=1e-4).vectors)
+                curvlab.protect(optimizer, basis, model)
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        return [curvlab.parameter_vector(model)]
+
+    return both(run)
+
+
+for _name, _build in (("ResNet", resnet), ("ViT", vit)):
+    FLOWS[f"lanczos of a {_name}"] = lambda build=_build: image_solve(build)
+    FLOWS[f"SGD-dagger on a {_name}"] = lambda build=_build: image_training(build)
+
+
 # Solvers and estimates
 
 
