@@ -239,7 +239,7 @@ def test_without_energy_to_leave_out_a_new_task_learns_its_head_alone():
 
 def test_a_filled_part_and_rows_beside_it_are_both_removed():
     from curvlab.learners import population_of
-    from curvlab.learners.memory import DenseMemory
+    from curvlab.learners.dense_memory import DenseMemory
 
     population = population_of([heads(1)], [1])
     memory, n = DenseMemory(population), population.n

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from curvlab_kernels import _cpu, ops, reference
-from curvlab_kernels._cpu import threads
+from curvlab_kernels._cpu import path, threads
 
 NARROW = [torch.float16, torch.bfloat16, torch.int8]
 
@@ -22,10 +22,10 @@ NARROW = [torch.float16, torch.bfloat16, torch.int8]
 def test_rows_past_two_to_the_31_elements_are_addressed(tmp_path, dtype, ld, generator):
     """A file with holes stands for the rows: 2.7e9 to 5.4e9 elements, of which few exist."""
     m, n = 9, 1003
-    path = tmp_path / "rows"
+    file = tmp_path / "rows"
     size = m * ld
     storage = torch.from_file(
-        str(path), shared=True, size=size * dtype.itemsize, dtype=torch.uint8
+        str(file), shared=True, size=size * dtype.itemsize, dtype=torch.uint8
     ).view(dtype)
     rows = storage.view(m, ld)
     assert rows.numel() > 2**31
@@ -67,6 +67,78 @@ def test_the_result_depends_on_neither_scheduling_nor_threads(dtype, generator):
     for other in found[1:]:
         # Tiles are the same for any number of threads; only the order of float64 sums differs.
         assert (other - found[0]).abs().max() <= 1e-12 * found[0].abs().max()
+
+
+def stored(m, n, dtype, generator):
+    """Rows that are orthonormal but for their storage, with their Gram factor and scales."""
+    rows = torch.linalg.qr(torch.randn(n, m, generator=generator)).Q.T.contiguous()
+    rows, scales = reference.quantise(rows, dtype)
+    values = reference.dequantise(rows, scales, n).double()
+    factor = None if dtype == torch.float32 else torch.linalg.cholesky(values @ values.T)
+    return rows, factor, scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
+@pytest.mark.parametrize(("m", "n"), [(8, 8193), (20, 18_010), (9, 40_001)])
+@pytest.mark.parametrize("inside", [False, True], ids=["", "twice"])
+def test_a_team_of_any_size_gives_the_same_bits(m, n, dtype, inside, generator):
+    """Below ENOUGH products: sums are added tile by tile, whoever made them."""
+    team = pytest.importorskip("curvlab_kernels._cpu.team")
+    if not team.openmp()[0]:
+        pytest.skip("this torch has no OpenMP")
+    rows, factor, scales = stored(m, n, dtype, generator)
+    vector = torch.randn(n, generator=generator)
+    if inside:
+        weights = torch.randn(m, generator=generator)
+        vector = weights @ reference.dequantise(rows, scales, n) + 1e-4 * vector
+    found = []
+    for count in (1, 2, 3, 5):
+        torch.set_num_threads(count)
+        assert path.choose(rows, vector).threads == count
+        left = vector.clone()
+        found.append((_cpu.project_(rows, left, factor, scales), left))
+    for removed, left in found[1:]:
+        assert torch.equal(removed, found[0][0])
+        assert torch.equal(left, found[0][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
+@pytest.mark.parametrize("n", [1003, 18_010, 1_000_003])
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.05)])
+def test_a_step_in_one_call_has_the_bits_of_its_parts(n, dtype, momentum, decay, generator):
+    """So that it makes no difference to a training how its steps are taken."""
+    torch.set_num_threads(2)
+    rows, factor, scales = stored(9, n, dtype, generator)
+    values, slopes, buffer = torch.randn(3, n, generator=generator)
+    step = slopes.add(values, alpha=decay)
+    _cpu.project_(rows, step, factor, scales)
+    moved = buffer.mul(momentum).add_(step) if momentum else step
+    expected = values.add(moved, alpha=-0.03)
+    momenta = [buffer] if momentum else []
+    given = slopes.clone()
+    _cpu.sgd_step_(rows, [values], [slopes], momenta, 0.03, decay, momentum, factor, scales)
+    assert torch.equal(values, expected)
+    assert torch.equal(slopes, given)
+    if momentum:
+        assert torch.equal(buffer, moved)
+
+
+def _project_in_child(queue, rows, vector):
+    queue.put(_cpu.project_(rows, vector).tolist())
+
+
+def test_a_forked_child_projects_without_the_team_of_its_parent(generator):
+    rows, _, _ = stored(8, 40_000, torch.float32, generator)
+    vector = torch.randn(40_000, generator=generator)
+    torch.set_num_threads(2)
+    expected = _cpu.project_(rows, vector.clone()).tolist()  # the parent's team exists now
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_project_in_child, args=(queue, rows, vector), daemon=True)
+    child.start()
+    assert queue.get(timeout=60) == expected
+    child.join(timeout=60)
+    assert child.exitcode == 0
 
 
 def test_spans_cover_the_columns_and_end_with_tiles():

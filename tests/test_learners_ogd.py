@@ -92,7 +92,7 @@ def test_few_directions_are_used_as_dense_rows_and_many_as_factors():
         learner.before_task(population, 0, tasks[0].train)
         learner.after_task(population, 0, tasks[0].train)
         memory = learner._factors[0]
-        assert (memory._dense is not None) == few
+        assert (memory.dense is not None) == few
         population.gradient_(tasks[1].train.inputs[None, :5], tasks[1].train.targets[None, :5], 1)
         gradient = population.gradients[0].clone()
         learner.transform_(population)

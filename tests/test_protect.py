@@ -308,7 +308,8 @@ def test_a_step_costs_a_dozen_operations_more_and_waits_for_nothing_whatever_the
         waits = ("_local_scalar_dense", "item", "nonzero", "_to_copy")
         assert not [name for name in extra[tensors] if any(word in name for word in waits)]
     assert extra[2] == extra[150]
-    assert extra[150].total() <= 12 - 2 * 2  # and two projections, of two launches each on a GPU
+    # and two projections: on a GPU each reads twice, and sums of many chunks are a third launch
+    assert extra[150].total() <= 12 - 2 * 3
 
 
 def test_it_is_a_public_name():

@@ -8,16 +8,18 @@ the :class:`~curvlab.learners.population.Population`: ``parameters``, ``gradient
     each step:                                # population.batch is what the runs learn from
         learner.loss(population, s, logits)   # for each run: what it minimises
         population.gradient_(...)             # writes population.gradients
-        (weight decay is added to the gradients)
-        learner.transform_(population)        # project, mask, add a penalty's gradient
-        (momentum, then parameters -= lr * gradients)
+        learner.step_(population, ...)        # moves the parameters:
+            (weight decay is added to the gradients)
+            learner.transform_(population)    # project, mask, add a penalty's gradient
+            (momentum, then parameters -= lr * gradients)
         learner.after_step(population, step)  # prune, regrow, count
     learner.after_task(population, task, samples)     # eigenvectors, SVD, freeze
     evaluation with learner.weights_for(population, o)
 
 Weight decay and momentum come on the two sides of ``transform_`` such that what it removes stays
 removed: a projection applied before momentum, to a buffer that starts at zero with every task,
-keeps the whole displacement of the task inside the allowed subspace.
+keeps the whole displacement of the task inside the allowed subspace. Where what ``transform_`` does
+is the projection off a basis, ``step_`` is one call of a kernel for each run.
 
 What may be called inside (all of it is public and gives the same bits on a resumed run):
 
@@ -86,11 +88,27 @@ class Learner:
     def transform_(self, population: Population) -> None:
         """Change ``population.gradients`` in place."""
 
+    def step_(
+        self, population: Population, lr: float, weight_decay: float, momentum: float
+    ) -> None:
+        """Move ``population.parameters``, given ``population.gradients``.
+
+        A learner overrides it where one call does all of what follows.
+        """
+        if weight_decay:
+            population.gradients.add_(population.parameters, alpha=weight_decay)
+        self.transform_(population)
+        if population.velocity is None:
+            population.parameters.add_(population.gradients, alpha=-lr)
+        else:
+            population.velocity.mul_(momentum).add_(population.gradients)
+            population.parameters.add_(population.velocity, alpha=-lr)
+
     def after_step(self, population: Population, step: Step) -> None:
         """Look at or change ``population.parameters`` after an update.
 
-        ``population.gradients`` still holds this step's transformed gradients; without momentum
-        the update was ``-step.lr`` times them.
+        ``population.gradients`` still holds this step's transformed gradients, unless the learner
+        has a ``step_`` of its own; without momentum the update was ``-step.lr`` times them.
         """
 
     def after_task(self, population: Population, task: int, samples: Samples) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from curvlab.learners.base import Learner
-from curvlab.learners.memory import DenseMemory
+from curvlab.learners.dense_memory import DenseMemory
 from curvlab.learners.population import Population
 from curvlab.learners.sample_gradients import Factors, mlp_factors, sample_gradients
 from curvlab.learners.seeds import derived_generator
@@ -133,6 +133,19 @@ class OGD(Learner):
                         [came_back[i][s] for i in self._parts],
                     )
                 memory.project_out_(population.gradients[s], factors)
+
+    def step_(
+        self, population: Population, lr: float, weight_decay: float, momentum: float
+    ) -> None:
+        rows = [memory.dense for memory in self._factors if memory.dense is not None]
+        # a subclass may do more to the gradients than to project them
+        if type(self).transform_ is not OGD.transform_ or len(rows) < len(self._factors):
+            super().step_(population, lr, weight_decay, momentum)
+        elif self._dense is not None:
+            self._dense.step_(population, lr, weight_decay, momentum)
+        else:
+            for one, (values, slopes, momenta) in zip(rows, population.runs, strict=True):
+                one.sgd_step_([values], [slopes], momenta, lr, weight_decay, momentum)
 
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         new = []

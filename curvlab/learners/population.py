@@ -53,6 +53,7 @@ class Population:
         layout: Names, shapes and offsets of the P parameters (those that require a gradient).
         takes_task: Whether ``forward`` has an argument ``task``.
         velocity: Momentum buffers, or ``None`` without momentum; zeroed before every task.
+        runs: For each run its rows of the three ``(P,)``, the last in a list, empty without one.
         autocast: The dtype of matrix products in :meth:`gradient_`; ``None`` is the parameters'.
         loss: What is minimised, a mean over a batch: ``learn(loss=...)``.
         seen: Per call of :meth:`gradient_`, what :meth:`losses` makes a number of; ``None`` (until
@@ -82,7 +83,7 @@ class Population:
         stacked = torch.stack([self.layout.flatten(n.values()) for n in self._named])
         self.parameters = rooms(*stacked.shape, like=stacked).copy_(stacked)
         self.gradients = rooms(*stacked.shape, like=stacked)
-        self.velocity: Tensor | None = None
+        self.velocity = None
         self.autocast: torch.dtype | None = None
         self.statistics = RunningStatistics(self.models, batchnorm)
         self.takes_task = "task" in inspect.signature(self.models[0].forward).parameters
@@ -97,6 +98,17 @@ class Population:
         self._training: bool | None = None
         self.bind()
         self.train_mode(False)
+
+    @property
+    def velocity(self) -> Tensor | None:
+        return self._velocity
+
+    @velocity.setter
+    def velocity(self, velocity: Tensor | None) -> None:
+        self._velocity = velocity
+        momenta = [[]] * len(self.seeds) if velocity is None else [[one] for one in velocity]
+        self.runs: list[tuple[Tensor, Tensor, list[Tensor]]]
+        self.runs = list(zip(self.parameters, self.gradients, momenta, strict=True))
 
     @property
     def size(self) -> int:

@@ -18,7 +18,7 @@ from curvlab.eigen.energy import spectral_energy
 from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.result import Eigenpairs
 from curvlab.learners.base import Learner
-from curvlab.learners.memory import DenseMemory
+from curvlab.learners.dense_memory import DenseMemory
 from curvlab.learners.population import Population
 from curvlab.learners.seeds import derived_generator, derived_seed
 from curvlab.learners.uses import told_apart
@@ -89,6 +89,15 @@ class SGDDagger(Learner):
     def transform_(self, population: Population) -> None:
         if self.memory is not None:
             self.memory.project_out_(population.gradients)
+
+    def step_(
+        self, population: Population, lr: float, weight_decay: float, momentum: float
+    ) -> None:
+        # a subclass may do more to the gradients than to project them
+        if self.memory is None or type(self).transform_ is not SGDDagger.transform_:
+            super().step_(population, lr, weight_decay, momentum)
+        else:
+            self.memory.step_(population, lr, weight_decay, momentum)
 
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         memory = self.memory

@@ -129,7 +129,11 @@ class Protection:
             # Where the model has what it was given, the copy goes on; else it starts from there.
             torch.where(room.before == room.given, room.master, room.before, out=room.master)
         present = [p.grad for p in self.parameters if p.grad is not None]
-        if self._gradients and len(present) == len(tensors):
+        if not self._gradients or len(present) < len(tensors):
+            return
+        if room.master is None and all([gradient.is_contiguous() for gradient in present]):
+            self._rows.project_out_(present)  # as they are
+        else:
             torch._foreach_copy_(room.change_parts, present)
             self._project(room.change)
             torch._foreach_copy_(present, room.change_parts)

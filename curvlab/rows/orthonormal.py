@@ -234,6 +234,19 @@ class Rows(Projector):
         In shards ``gradients_`` may be ``[shard]``, what ``Shards.sum_list`` made of each rank's
         own, and ``momenta`` is ``[shard]``; the parameters are whole.
         """
+        whole, given = self.whole, (*parameters, *gradients_, *momenta)
+        # One flat tensor of each, as learners have them, goes straight to the kernel.
+        if (
+            whole is not None
+            and len(parameters) == len(gradients_) == 1
+            and len(momenta) == (momentum != 0.0)
+            and all(map(self._good, given))
+            and len({tensor.dtype for tensor in given}) == 1
+        ):
+            hyper = (float(lr), float(weight_decay), float(momentum))
+            return self._sgd_step(
+                whole[0], parameters, gradients_, momenta, *hyper, self.factor, whole[1]
+            )
         return gradients.sgd_step_(
             self, parameters, gradients_, momenta, lr, weight_decay, momentum
         )

@@ -49,8 +49,9 @@ class Projector:
         self._local, self._one = not self.space.sharded, torch.Size([self.width])
         # what is called most often goes straight to the kernel, without the checks of ops
         kernels = ops.backend(self.device.type)
-        self._kernel: Callable[..., Tensor] = kernels.project_
-        self._step: Callable[..., tuple[Tensor, Tensor, Tensor]] = kernels.lanczos_step_
+        self._project: Callable[..., Tensor] = kernels.project_
+        self._sgd_step: Callable[..., Tensor] = kernels.sgd_step_
+        self._lanczos_step: Callable[..., tuple[Tensor, Tensor, Tensor]] = kernels.lanczos_step_
 
     @property
     def size(self) -> int:
@@ -116,19 +117,8 @@ class Projector:
                 elements together, such as a model's gradients in the order of its parameters.
         """
         whole = self.store.whole
-        # A small model projects more often than it can afford to ask: a good vector goes straight
-        # to the kernel, which ops would check again together with our own rows.
-        if (
-            whole is not None
-            and self._local
-            and type(vectors) is Tensor
-            and vectors.shape == self._one
-            and vectors.dtype in WORKING
-            and vectors.device == self.device
-            and vectors.is_contiguous()
-            and not vectors.requires_grad
-        ):
-            return self._kernel(whole[0], vectors, self.factor, whole[1])
+        if whole is not None and self._good(vectors):
+            return self._project(whole[0], vectors, self.factor, whole[1])
         if not isinstance(vectors, Tensor):
             return gradients.project_list_(self, vectors)
         self._check(vectors)
@@ -136,6 +126,22 @@ class Projector:
         if whole is not None and self._local:
             return ops.project_(whole[0], vectors, self.factor, whole[1])
         return steps.project_out_(self, vectors)
+
+    def _good(self, vector: object) -> bool:
+        """Whether ``vector`` can go straight to a kernel.
+
+        A small model projects more often than it can afford to ask: ops would check it again,
+        together with our own rows.
+        """
+        return (
+            self._local
+            and type(vector) is Tensor
+            and vector.shape == self._one
+            and vector.dtype in WORKING
+            and vector.device == self.device
+            and vector.is_contiguous()
+            and not vector.requires_grad
+        )
 
     def subtract_(self, weights: Tensor, vectors: Tensor) -> None:
         """``g -= M' c`` in place: ``weights`` ``(size,)`` or ``(b, size)``, float64."""
@@ -174,7 +180,7 @@ class Projector:
         """
         whole = self.store.whole
         if whole is not None and self._local:
-            return self._step(whole[0], vector, previous_beta)
+            return self._lanczos_step(whole[0], vector, previous_beta)
         return steps.lanczos_step_(self, vector, previous_beta)
 
     # Checks

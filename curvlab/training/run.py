@@ -46,7 +46,7 @@ class Run:
         losses: For each task the loss while training, ``(epochs, points)``: means over at most
             100 stretches of an epoch.
         notes: One dictionary per task: the learner's own (directions kept, bytes), and the loop's
-            ``steps``, ``train_seconds``, ``transform_seconds`` (in ``learner.transform_``; on a
+            ``steps``, ``train_seconds``, ``transform_seconds`` (in ``learner.step_``; on a
             GPU the time to launch it), ``after_task_seconds``, ``evaluate_seconds`` and, over all
             of these, ``cpu_seconds`` of the processor; each is of all seeds together.
         config: Every setting of the run, the policy for BatchNorm included.

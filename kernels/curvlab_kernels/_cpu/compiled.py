@@ -25,6 +25,7 @@ numba compiles a cached loop anew only when the file it stands in changes.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numba
@@ -35,6 +36,9 @@ from numba.extending import intrinsic
 
 TILE = 8192  # columns: the vector's tile stays in the first-level cache while the rows pass by
 BLOCK = 64  # columns that share a scale
+# Sums may be reassociated (they have to be, to use vector units); NaN and infinity stay as they
+# are, because a diverged gradient must show.
+FASTMATH = {"reassoc", "contract", "nsz"}
 RESIDENT = 1 << 17  # elements of the basis that stay in the second-level cache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,24 +49,15 @@ def inlined(function: Function) -> Function:
     return cast(Function, numba.njit(function, inline="always"))
 
 
-def compiled(function: Function) -> Function:
-    def compile_with(cache: bool) -> Function:
-        # Sums may be reassociated (they have to be, to use vector units); NaN and infinity stay
-        # as they are, because a diverged gradient must show.
-        dispatcher: Any = numba.njit(
-            function,
-            cache=cache,
-            nogil=True,
-            error_model="numpy",
-            fastmath={"reassoc", "contract", "nsz"},
-        )
-        return cast(Function, dispatcher)
-
+def compiled(function: Function, how: Callable[..., Any] | None = None) -> Any:
+    """``function`` compiled by numba, which keeps the machine code in a folder if it finds one."""
+    options = {"error_model": "numpy", "fastmath": FASTMATH}
+    how = partial(numba.njit, nogil=True) if how is None else how
     try:
-        return compile_with(cache=True)
+        return how(cache=True, **options)(function)
     except RuntimeError as error:  # no folder in which numba may keep its cache
         logger.info("%s is compiled anew in every process: %s", function.__name__, error)
-        return compile_with(cache=False)
+        return how(cache=False, **options)(function)
 
 
 def _value(_context: Any, code: Any) -> Any:
@@ -270,8 +265,10 @@ def accumulate(
     rows: Any, scales: Any, _w: Any, vector: Any, sums: Any, first: int, start: int, stop: int
 ) -> None:
     """``sums[:m] += M g``, ``sums[m] += ||g||^2``."""
-    _accumulate(rows, scales, vector, sums, first, start, stop)
-    _add_tile_square(vector, sums, rows.shape[0], start, stop)
+    for low in range(start, stop, TILE):
+        high = min(low + TILE, stop)
+        _accumulate(rows, scales, vector, sums, first, low, high)
+        _add_tile_square(vector, sums, rows.shape[0], low, high)  # while it is in the cache
 
 
 @compiled
@@ -393,88 +390,3 @@ def lanczos_step_alone(rows: Any, weights: Any, vector: Any, sums: Any, toleranc
         for j in range(n):
             vector[j] = np.float64(vector[j]) * factor
         sums[m + 4] = 1.0
-
-
-@inlined
-def _solve(factor: Any, found: Any) -> None:
-    """``found = G^-1 found`` with the lower Cholesky factor of G."""
-    m = found.shape[0]
-    for i in range(m):
-        rest = found[i]
-        for k in range(i):
-            rest -= factor[i, k] * found[k]
-        found[i] = rest / factor[i, i]
-    for back in range(m):
-        i = m - 1 - back
-        rest = found[i]
-        for k in range(i + 1, m):
-            rest -= factor[k, i] * found[k]
-        found[i] = rest / factor[i, i]
-
-
-@inlined
-def _project(
-    rows: Any, scales: Any, factor: Any, vector: Any, removed: Any, at_once: int, inside: float
-) -> None:
-    m, n = rows.shape[0], vector.shape[0]
-    # Again where little of the vector is left: rounding then has a large share of it.
-    for _ in range(2):
-        found = np.zeros(m + 1)
-        _add_tile_square(vector, found, m, 0, n)
-        left = found[m]
-        for i in range(0, m, at_once):
-            j = min(i + at_once, m)
-            some, part = rows[i:j], found[i:j]
-            shares = None if scales is None else scales[i:j]
-            _accumulate(some, shares, vector, part, 0, 0, n)
-            products = part.copy()
-            if factor.shape[0]:
-                _solve(factor, part)
-            _subtract(some, shares, part, vector, 0, 0, n)
-            for k in range(j - i):
-                removed[i + k] += part[k]
-                left -= products[k] * part[k]
-        if left >= inside * found[m]:
-            break
-
-
-@compiled
-def project_alone(
-    rows: Any, scales: Any, factor: Any, vector: Any, removed: Any, at_once: int, inside: float
-) -> None:
-    """``g -= M' G^-1 M g``; ``removed += G^-1 M g``, float64.
-
-    ``factor`` is ``(0, 0)`` for orthonormal rows. Those may be taken some ``at_once``: few short
-    rows stay in the cache between the two products, and each is read from memory once. Where less
-    than the share ``inside`` of the squared norm is left, all is done once more.
-    """
-    _project(rows, scales, factor, vector, removed, at_once, inside)
-
-
-@compiled
-def sgd_step_alone(
-    rows: Any,
-    scales: Any,
-    factor: Any,
-    parameters: Any,
-    gradients: Any,
-    momenta: Any,
-    hyper: Any,
-    removed: Any,
-    at_once: int,
-    inside: float,
-) -> None:
-    """``d = P(g + wd p)``, ``buf = momentum buf + d``, ``p -= lr buf``; all ``(n,)`` of one dtype.
-
-    ``hyper`` are lr, weight decay and momentum; ``momenta`` may be empty.
-    """
-    kind = gradients.dtype.type
-    lr, weight_decay, momentum = kind(hyper[0]), kind(hyper[1]), kind(hyper[2])
-    step = np.empty_like(gradients)
-    for j in range(step.shape[0]):
-        step[j] = gradients[j] + weight_decay * parameters[j]
-    _project(rows, scales, factor, step, removed, at_once, inside)
-    for j in range(momenta.shape[0]):
-        step[j] = momenta[j] = momentum * momenta[j] + step[j]
-    for j in range(step.shape[0]):
-        parameters[j] -= lr * step[j]

@@ -42,7 +42,7 @@ def flat(group: Group, tensors: Sequence[Tensor]) -> Tensor:
 def gathered(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     """All as one vector: a view of a contiguous tensor that is alone, else a copy."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
-        return tensors[0].view(-1)
+        return tensors[0] if tensors[0].dim() == 1 else tensors[0].view(-1)
     if not tensors:
         return torch.zeros(0, dtype=torch.promote_types(like.dtype, torch.float32))
     return torch._C._nn.flatten_dense_tensors(list(tensors))

@@ -2,7 +2,7 @@
 
 A call takes one of three paths: compiled loops (one vector, and numba is there); torch as it is
 (rows and vectors share a dtype); torch, converting some columns at a time. Loops run on as many
-threads as torch uses; where one is enough, a whole operation is a single call.
+threads as torch uses; a whole operation on one vector is a single call, by a team of them.
 """
 
 import functools
@@ -22,6 +22,7 @@ from curvlab_kernels._cpu import threads
 Piece = tuple[int, Tensor]  # the column at which it begins, and vectors (n,) or (b, n)
 
 TINY = 1 << 11  # elements of a vector up to which torch costs less than the call of a loop
+SHARED = 1 << 16  # products from which a second thread of a team pays
 KEPT = 1 << 20  # bytes of eight rows, most of which a cache keeps over one pass through them
 COMPILED = (torch.float16, torch.bfloat16, torch.int8, torch.float32, torch.float64)
 
@@ -34,13 +35,18 @@ class Path:
 
     Attributes:
         loops: The compiled loops, or ``None`` for torch.
-        alone: The same where one thread does all and one call does the whole operation.
-        at_once: Rows that such a call takes at once if they are orthonormal.
+        alone: The same where one thread is enough, for a whole operation in one call.
+        team: What does a whole operation in one call (:mod:`.team`), or ``None``.
+        threads: Of the team; the rows it takes at once if they are orthonormal; the columns of a
+            part of its sums.
     """
 
-    loops: ModuleType | None
-    alone: ModuleType | None
-    at_once: int
+    loops: ModuleType | None = None
+    alone: ModuleType | None = None
+    team: ModuleType | None = None
+    threads: int = 1
+    at_once: int = 0
+    width: int = 0
 
 
 def choose(rows: Tensor, vectors: Tensor, n: int | None = None) -> Path:
@@ -56,15 +62,24 @@ def choose(rows: Tensor, vectors: Tensor, n: int | None = None) -> Path:
 @functools.lru_cache(maxsize=4096)  # a training step asks the same questions again and again
 def _choose(stored: torch.dtype, m: int, working: torch.dtype, n: int, count: int) -> Path:
     if not m * n or stored not in COMPILED:
-        return Path(None, None, m)
+        return Path()
     whole = _compiled()
-    alone = whole if len(threads.spans(n, m, count)) == 1 else None
+    spans = threads.spans(n, m, count)
+    one = len(spans) == 1
     # Torch sums a long row in float32, in an order of the library's choosing: on some processors
     # its small terms are lost. The loops sum tiles.
     loops = whole if stored != working or n > TINY else None
     # Rounded rows are orthonormal only up to rounding: their products belong to the same vector.
     cached = stored == working and 8 * n * stored.itemsize <= KEPT
-    return Path(loops, alone, 8 if cached else m)
+    team = None
+    if whole is not None:
+        team = importlib.import_module("curvlab_kernels._cpu.team")
+        count = 1 if m * n < SHARED or not team.openmp()[0] else count
+        team = team if one or count > 1 else None
+    return Path(
+        loops, whole if one else None, team, count, 8 if cached and one else m,
+        threads.ALIGNMENT if one else spans[0][1],
+    )  # fmt: skip
 
 
 @functools.cache

@@ -5,18 +5,16 @@ Sums run in the vectors' dtype within a tile (8k columns) and in float64 across 
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlab_kernels._cpu.lists import flat, gathered, groups, scatter
 from curvlab_kernels._cpu.path import Piece, arrays, choose, length, spread
-from curvlab_kernels.algebra import INSIDE, mostly_removed, solve
+from curvlab_kernels.algebra import mostly_removed, solve
 from curvlab_kernels.formats import BLOCK, CHUNK, expand_scales
 
 SUMMED = 1 << 13  # columns that torch sums in the rows' dtype: not all libraries sum in pairs
 CONVERTED = 1 << 18  # elements converted at a time: one megabyte of float32 stays in the cache
-NO_FACTOR = np.zeros((0, 0))
 
 
 def coefficients(rows: Tensor, vectors: Tensor, scales: Tensor | None = None) -> Tensor:
@@ -36,18 +34,10 @@ def project_(
 ) -> Tensor:
     """See :func:`curvlab_kernels.reference.project_`."""
     path = choose(rows, vectors)
-    if path.alone is None:
+    if path.team is None:
         return project_pieces_(rows, [(0, vectors)], factor, scales)
-    removed = np.zeros(rows.shape[0])
-    path.alone.project_alone(
-        *arrays(rows, scales),
-        NO_FACTOR if factor is None else factor.contiguous().numpy(),
-        vectors.detach().numpy(),
-        removed,
-        path.at_once if factor is None else len(removed),
-        INSIDE,
-    )
-    return torch.from_numpy(removed)
+    removed: Tensor = path.team.run(path, rows, scales, factor, vectors)
+    return removed
 
 
 def project_pieces_(

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlab_kernels._cpu.lists import flat, gathered, groups, scatter
-from curvlab_kernels._cpu.path import arrays, choose
-from curvlab_kernels._cpu.products import NO_FACTOR, project_pieces_
-from curvlab_kernels.algebra import INSIDE
+from curvlab_kernels._cpu.path import choose
+from curvlab_kernels._cpu.products import project_pieces_
 from curvlab_kernels.formats import CHUNK
 
 
@@ -25,27 +23,19 @@ def sgd_step_(
     scales: Tensor | None = None,
 ) -> Tensor:
     """See :func:`curvlab_kernels.reference.sgd_step_`."""
-    if sum([tensor.numel() for tensor in parameters]) <= CHUNK:
+    if len(parameters) == 1 or sum([tensor.numel() for tensor in parameters]) <= CHUNK:
         weight, slope = gathered(parameters, rows), gathered(gradients, rows)
         path = choose(rows, slope)
-        if path.alone is not None:
-            buffer = gathered(momenta, rows) if momenta else slope[:0]
-            removed = np.zeros(rows.shape[0])
-            path.alone.sgd_step_alone(
-                *arrays(rows, scales),
-                NO_FACTOR if factor is None else factor.contiguous().numpy(),
-                weight.detach().numpy(),
-                slope.detach().numpy(),
-                buffer.detach().numpy(),
-                (lr, weight_decay, momentum),
-                removed,
-                path.at_once if factor is None else len(removed),
-                INSIDE,
+        if path.team is not None:
+            buffer = gathered(momenta, rows) if momenta else None
+            update = weight, slope, buffer, lr, weight_decay, momentum
+            removed: Tensor = path.team.run(
+                path, rows, scales, factor, torch.empty_like(slope), update
             )
             scatter(weight, parameters)
-            if momenta:
+            if buffer is not None:
                 scatter(buffer, momenta)
-            return torch.from_numpy(removed)
+            return removed
     lists = (parameters, gradients, momenta) if momenta else (parameters, gradients)
     plan = groups(*lists)
     weights = [flat(group, parameters) for group in plan]

@@ -69,13 +69,35 @@ class DenseMemory:
     def project_out_(self, gradients: Tensor) -> None:
         """Remove each run's directions from its row of ``gradients`` ``(S, P)``, in place."""
         # run by run: a memory that fits the cache is then read from memory once, not twice
-        for s, basis in enumerate(self.bases):
-            if self._everything[s] or basis.size == basis.n:
-                gradients[s].zero_()
-            elif basis.size:
-                basis.project_out_(gradients[s])
-            if s in self._filled:
-                gradients[s].masked_fill_(self._filled[s], 0.0)
+        for s, gradient in enumerate(gradients):
+            self._project_(s, gradient)
+
+    def _project_(self, s: int, gradient: Tensor) -> None:
+        basis = self.bases[s]
+        if self._everything[s] or basis.size == basis.n:
+            gradient.zero_()
+        elif basis.size:
+            basis.project_out_(gradient)
+        if s in self._filled:
+            gradient.masked_fill_(self._filled[s], 0.0)
+
+    def step_(
+        self, population: Population, lr: float, weight_decay: float, momentum: float
+    ) -> None:
+        """Decay, :meth:`project_out_`, momentum and update of every run, to the same bits."""
+        for s, (basis, (values, slopes, momenta)) in enumerate(
+            zip(self.bases, population.runs, strict=True)
+        ):
+            special = self._everything[s] or s in self._filled or basis.size == basis.n
+            if basis.whole is not None and not special:
+                basis.sgd_step_([values], [slopes], momenta, lr, weight_decay, momentum)
+                continue
+            if weight_decay:
+                slopes.add_(values, alpha=weight_decay)
+            self._project_(s, slopes)
+            for velocity in momenta:
+                slopes = velocity.mul_(momentum).add_(slopes)
+            values.add_(slopes, alpha=-lr)
 
     def state(self) -> dict[str, Tensor]:
         """Rows as they are stored, their Gram matrices and origins."""

@@ -1,0 +1,301 @@
+"""A whole projection, or a whole projected SGD step, in one call, by a team of torch's threads.
+
+The team is torch's own (OpenMP's): its threads wait for work between two operations of torch, so
+that sharing costs a microsecond, and no second pool fights with it over the cores. Each thread
+keeps to its columns; the team meets once per pass, where the products are summed. Without OpenMP,
+and in a forked child (which has the runtime but not its threads), the team is one thread.
+
+Sums are made of parts, added in their order. Where a part is one tile, the bits are the same for
+any number of threads.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, cfunc, types  # type: ignore[attr-defined]
+from numba.extending import intrinsic
+from torch import Tensor
+
+from curvlab_kernels._cpu import compiled as loops
+from curvlab_kernels._cpu.compiled import (
+    BLOCK,
+    TILE,
+    _accumulate,
+    _add_tile_square,
+    _subtract,
+    compiled,
+    inlined,
+)
+from curvlab_kernels.algebra import INSIDE
+
+STORED = {
+    torch.float16: np.int16,  # the codes, by a type that says how to decode them
+    torch.bfloat16: np.uint16,
+    torch.int8: np.int8,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+}
+OPENMP = ("GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num", "GOMP_barrier")
+ALONE = (0, 0, 0, 0)
+# numba compiles a cached function anew when its own file changes, and most of ours is elsewhere
+STAMP = hashlib.sha256(Path(loops.__file__).read_bytes()).hexdigest()
+
+
+@functools.cache
+def openmp() -> tuple[int, int, int, int]:
+    """Addresses of what :data:`OPENMP` names in the runtime that torch uses, or zeros."""
+    try:
+        process = ctypes.CDLL(None)
+        found = [ctypes.cast(getattr(process, name), ctypes.c_void_p).value for name in OPENMP]
+    except (AttributeError, OSError, TypeError):  # a build of torch without it, or of another kind
+        return ALONE
+    start, size, number, meet = (address or 0 for address in found)
+    return start, size, number, meet
+
+
+def _forked() -> None:
+    global openmp
+    openmp = functools.cache(lambda: ALONE)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def run(
+    path: Any,
+    rows: Tensor,
+    scales: Tensor | None,
+    factor: Tensor | None,
+    vector: Tensor,
+    update: tuple[Tensor, Tensor, Tensor | None, float, float, float] | None = None,
+) -> Tensor:
+    """``g -= M' G^-1 M g``, twice where little is left; returns what was removed, float64.
+
+    Args:
+        vector: ``(n,)``, contiguous; with ``update``, room for the step.
+        path: Of :func:`.path.choose`. Orthonormal rows may be taken some at once: few short ones
+            stay in the cache between the two products, and each is read from memory once.
+        update: Parameters, gradients and momenta ``(n,)``, lr, weight decay and momentum: the
+            vector is then ``g + wd p``, and the step is taken.
+    """
+    m, ld = rows.shape
+    removed = torch.zeros(m, dtype=torch.float64)
+    factor = None if factor is None else factor.contiguous()
+    pointers, hyper = (0, 0, 0), (0.0, 0.0, 0.0)
+    if update is not None:
+        parameters, gradients, momenta = update[:3]
+        last = 0 if momenta is None else momenta.data_ptr()
+        pointers, hyper = (parameters.data_ptr(), gradients.data_ptr(), last), update[3:]
+    start(
+        *openmp(),
+        _region(rows.dtype, vector.dtype).address,
+        rows.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        0 if factor is None else factor.data_ptr(),
+        vector.data_ptr(),
+        removed.data_ptr(),
+        *pointers,
+        m,
+        ld,
+        vector.shape[0],
+        path.threads,
+        path.at_once if factor is None else m,
+        path.width,
+        *hyper,
+    )
+    return removed
+
+
+@functools.cache
+def _region(stored: torch.dtype, working: torch.dtype) -> Any:
+    return _compile(STORED[stored], STORED[working], STAMP)
+
+
+@compiled
+def start(
+    parallel: int, size: int, number: int, meet: int, region: int, rows: int, scales: int,
+    factor: int, vector: int, removed: int, parameters: int, gradients: int, momenta: int,
+    m: int, ld: int, n: int, threads: int, at_once: int, width: int,
+    lr: float, weight_decay: float, momentum: float,
+) -> int:  # fmt: skip
+    """Hand the arguments to every thread of the team; see :func:`_compile` for their order."""
+    sums, hyper = np.zeros((-(-n // width), m + 1)), np.array([lr, weight_decay, momentum])
+    words = np.array([
+        size, number, meet, rows, scales, factor, vector, removed, parameters, gradients, momenta,
+        m, ld, n, at_once, width, 0, 0, parallel * (threads > 1),
+    ])  # fmt: skip
+    words[16], words[17] = sums.ctypes.data, hyper.ctypes.data
+    if words[18]:
+        _fork(parallel, region, words.ctypes.data, threads)
+    else:
+        _call(region, words.ctypes.data)
+    return sums.size + hyper.size + words.size  # alive up to here
+
+
+def _compile(stored: Any, working: Any, stamp: str) -> Any:
+    """The work of one thread of a team, for rows and vectors of these types."""
+
+    def plain(given: Any) -> None:
+        stamp  # noqa: B018 (in the closure, which is part of what cached code is known by)
+        words = carray(given, (19,), np.int64)
+        m, ld, n = words[11], words[12], words[13]
+        rows = carray(_pointer(words[3]), (m, ld), stored)
+        _work(words, rows, None, carray(_pointer(words[6]), (n,), working))
+
+    def scaled(given: Any) -> None:
+        stamp  # noqa: B018
+        words = carray(given, (19,), np.int64)
+        m, ld, n = words[11], words[12], words[13]
+        rows = carray(_pointer(words[3]), (m, ld), stored)
+        scales = carray(_pointer(words[4]), (m, -(-ld // BLOCK)), np.float32)
+        _work(words, rows, scales, carray(_pointer(words[6]), (n,), working))
+
+    how = functools.partial(cfunc, types.void(types.voidptr))
+    return compiled(scaled if stored is np.int8 else plain, how)
+
+
+@inlined
+def _work(words: Any, rows: Any, scales: Any, vector: Any) -> None:
+    (m, n), at_once, width = (rows.shape[0], vector.shape[0]), words[14], words[15]
+    team, me = 1, 0
+    if words[18]:
+        team, me = _ask(words[0]), _ask(words[1])
+    parts = -(-n // width)
+    first, last = me * parts // team, (me + 1) * parts // team
+    low, high = first * width, min(last * width, n)
+    factor = carray(_pointer(words[5]), (m, m), np.float64)
+    removed = carray(_pointer(words[7]), (m,), np.float64)
+    sums = carray(_pointer(words[16]), (parts, m + 1), np.float64)
+    hyper = carray(_pointer(words[17]), (3,), np.float64)
+    weights = carray(_pointer(words[8]), (n,), vector.dtype)[low:high]
+    slopes = carray(_pointer(words[9]), (n,), vector.dtype)[low:high]
+    buffer = carray(_pointer(words[10]), (n,), vector.dtype)[low:high]
+    step, number = vector[low:high], vector.dtype.type
+    if words[8]:
+        decay = number(hyper[1])
+        for j in range(step.shape[0]):
+            step[j] = slopes[j] + decay * weights[j]
+    found = np.zeros(m + 1)
+    for _ in range(2):
+        found[:] = 0.0
+        left = 0.0
+        for i in range(0, m, at_once):
+            j = min(i + at_once, m)
+            some, shares = rows[i:j], None if scales is None else scales[i:j]
+            for p in range(first, last):
+                end = min((p + 1) * width, n)
+                for at in range(p * width, end, TILE):
+                    stop = min(at + TILE, end)
+                    _accumulate(some, shares, vector, sums[p, i:j], 0, at, stop)
+                    if i == 0:  # while the tile is in the cache
+                        _add_tile_square(vector, sums[p], m, at, stop)
+            if words[18]:
+                _ask(words[2])
+            for p in range(parts):
+                for k in range(i, j):
+                    found[k] += sums[p, k]
+                if i == 0:
+                    found[m] += sums[p, m]
+                    left = found[m]
+            products = found[i:j].copy()
+            if words[5]:
+                _solve(factor, found[i:j])
+            _subtract(some, shares, found[i:j], vector, 0, low, high)
+            for k in range(j - i):
+                left -= products[k] * found[i + k]
+                if me == 0:
+                    removed[i + k] += found[i + k]
+        # Again where little of the vector is left: rounding then has a large share of it.
+        if left >= INSIDE * found[m]:
+            break
+        if words[18]:
+            _ask(words[2])  # everyone has read the sums
+        sums[first:last] = 0.0
+    if words[10]:
+        momentum = number(hyper[2])
+        # two loops, so that the product is rounded as in two operations of torch
+        for j in range(step.shape[0]):
+            buffer[j] *= momentum
+        for j in range(step.shape[0]):
+            buffer[j] += step[j]
+            step[j] = buffer[j]
+    if words[8]:
+        lr = number(hyper[0])
+        for j in range(step.shape[0]):
+            weights[j] -= lr * step[j]
+
+
+@inlined
+def _solve(factor: Any, found: Any) -> None:
+    """``found = G^-1 found`` with the lower Cholesky factor of G."""
+    m = found.shape[0]
+    for i in range(m):
+        rest = found[i]
+        for k in range(i):
+            rest -= factor[i, k] * found[k]
+        found[i] = rest / factor[i, i]
+    for back in range(m):
+        i = m - 1 - back
+        rest = found[i]
+        for k in range(i + 1, m):
+            rest -= factor[k, i] * found[k]
+        found[i] = rest / factor[i, i]
+
+
+def _pointer_to(_context: Any, _address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+def _call_at(_context: Any, _address: Any, _given: Any) -> Any:
+    """``function(given)`` for a function of one pointer."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], kind), [builder.inttoptr(arguments[1], byte)])
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), generate
+
+
+def _ask_at(_context: Any, _address: Any) -> Any:
+    """``int function()``; of one that returns nothing, anything."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        return builder.sext(builder.call(builder.inttoptr(arguments[0], kind), []), ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+def _fork_at(_context: Any, _parallel: Any, _region: Any, _given: Any, _threads: Any) -> Any:
+    """``GOMP_parallel(region, given, threads, 0)``."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, byte, word, word]).as_pointer()
+        parallel, region, given, threads = arguments
+        where = [builder.inttoptr(address, byte) for address in (region, given)]
+        count = builder.trunc(threads, word)
+        builder.call(builder.inttoptr(parallel, kind), [*where, count, ir.Constant(word, 0)])
+        return context.get_dummy_value()
+
+    four = types.none(types.int64, types.int64, types.int64, types.int64)
+    return four, generate
+
+
+_pointer: Any = intrinsic(_pointer_to)
+_call: Any = intrinsic(_call_at)
+_ask: Any = intrinsic(_ask_at)
+_fork: Any = intrinsic(_fork_at)
