@@ -131,7 +131,7 @@ class Protection:
         present = [p.grad for p in self.parameters if p.grad is not None]
         if not self._gradients or len(present) < len(tensors):
             return
-        if room.master is None and all([gradient.is_contiguous() for gradient in present]):
+        if room.master is None and all(gradient.is_contiguous() for gradient in present):
             self._rows.project_out_(present)  # as they are
         else:
             torch._foreach_copy_(room.change_parts, present)
