@@ -88,6 +88,13 @@ class Learner:
     def transform_(self, population: Population) -> None:
         """Change ``population.gradients`` in place."""
 
+    def transforms_as(self, kind: type["Learner"]) -> bool:
+        """Whether ``transform_`` is that of ``kind``; a subclass, or who replaced it, may do more.
+
+        Asked by a ``step_`` that does not call it.
+        """
+        return getattr(self.transform_, "__func__", None) is kind.transform_
+
     def step_(
         self, population: Population, lr: float, weight_decay: float, momentum: float
     ) -> None:

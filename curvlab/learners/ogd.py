@@ -138,8 +138,7 @@ class OGD(Learner):
         self, population: Population, lr: float, weight_decay: float, momentum: float
     ) -> None:
         rows = [memory.dense for memory in self._factors if memory.dense is not None]
-        # a subclass may do more to the gradients than to project them
-        if type(self).transform_ is not OGD.transform_ or len(rows) < len(self._factors):
+        if not self.transforms_as(OGD) or len(rows) < len(self._factors):
             super().step_(population, lr, weight_decay, momentum)
         elif self._dense is not None:
             self._dense.step_(population, lr, weight_decay, momentum)

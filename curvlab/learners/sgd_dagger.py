@@ -93,8 +93,7 @@ class SGDDagger(Learner):
     def step_(
         self, population: Population, lr: float, weight_decay: float, momentum: float
     ) -> None:
-        # a subclass may do more to the gradients than to project them
-        if self.memory is None or type(self).transform_ is not SGDDagger.transform_:
+        if self.memory is None or not self.transforms_as(SGDDagger):
             super().step_(population, lr, weight_decay, momentum)
         else:
             self.memory.step_(population, lr, weight_decay, momentum)
