@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     print(environment(1))
     full = options.size == "full"
     rows = measure((4, 10) if full else (4,), range(20 if full else 3))
-    if not full:  # another suite than the one the target speaks of
+    if not full:  # another suite than the one of the target
         rows = as_small(rows)
     print(table(rows))
     if options.out:

@@ -285,7 +285,7 @@ def row(
 
 
 def as_small(rows: Iterable[Row]) -> list[Row]:
-    """The rows of a smaller problem than the one that targets speak of: ``x`` says so."""
+    """The rows of a smaller problem than that of the targets: ``x`` says so."""
     return [replace(entry, x=f"{SMALL}{entry.x}") for entry in rows]
 
 

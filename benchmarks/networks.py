@@ -73,7 +73,7 @@ def _settle_statistics(model: nn.Module, inputs: Tensor) -> None:
             layer.momentum = momentum
 
 
-# "full" are the sizes that the targets speak of; "small" runs in seconds, to see that all works.
+# "full" are the sizes of the targets; "small" runs in seconds, to see that all works.
 # The argument is the seed of the data.
 FULL: dict[str, Callable[..., Network]] = {
     "mlp": lambda seed=0: _network("mlp", mlp(), 10, seed, 1000, 196),

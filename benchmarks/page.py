@@ -185,7 +185,7 @@ HEAD = """# Results
 Rebuilt from `benchmarks/rows/` by `python -m benchmarks page`; nothing here is written by hand.
 Times are medians of interleaved rounds with their 20 % and 80 % quantiles, in units measured in the
 same rounds; where one thread is named they are CPU time, taken while other work ran beside. A
-contender that is wrong is shown with its error and not timed. There was no GPU: nothing here speaks
+contender that is wrong is shown with its error and not timed. There was no GPU: nothing here is
 about one.
 """
 

@@ -1,7 +1,7 @@
 """What can be measured, each by a module of its own, and how it is called at each size.
 
 ``small`` takes seconds and shows that everything works; its rows carry other names than those the
-targets speak of. ``standard`` measures what the targets speak of, with as few contenders and
+targets measure. ``standard`` measures what the targets need, with as few contenders and
 rounds as that needs, in about a quarter of an hour for all subjects on two cores. ``full`` measures
 everything.
 """
@@ -33,7 +33,7 @@ class Subject:
 
 FULL = ("--size", "full")
 SMALL = ("--size", "small")
-# in this order: if time runs out, what no target speaks of goes first
+# in this order: if time runs out, what no target needs goes first
 SUBJECTS: dict[str, Subject] = {
     "products": Subject(
         "Hessian and Gauss-Newton products: every engine and peer, three networks",

@@ -1,4 +1,4 @@
-"""A start from earlier eigenvectors: right, and never dearer than one from nothing."""
+"""A start from earlier eigenvectors: right, and never more products than from nothing."""
 
 import pytest
 import torch

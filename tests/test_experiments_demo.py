@@ -1,10 +1,12 @@
 """The demonstration, tiny: spectra, table, claims, and a page with the committed results below."""
 
 import json
+from argparse import Namespace
 
 import pytest
 import torch
 
+from curvlab.cli import demo as shell
 from experiments import demo
 from experiments.store import COMMITTED, Store
 
@@ -69,3 +71,11 @@ def test_the_demonstration_keeps_rate_times_steps():
     one = demo.Config()
     steps = one.epochs * one.train // 10
     assert (one.high * steps, one.low * steps) == (pytest.approx(300.0), pytest.approx(0.9))
+
+
+def test_what_curvlab_demo_shows_is_what_this_one_shows_at_the_low_rate(metrics, tmp_path):
+    options = Namespace(quiet=True, verb="demo", arguments=["demo"])
+    for here, there in (("SGD", "SGD"), ("SGD-dagger-20", "SGD-dagger")):
+        (run,) = shell._train(options, TINY, TINY.tasks(), there, tmp_path)
+        assert demo.outcome(run) == metrics[11]["low"][here]
+    assert isinstance(demo.Config(), shell.Stream)

@@ -104,7 +104,7 @@ VERBS: dict[str, Verb] = {
         ("curvlab bench", "curvlab bench -- --size full"),
     ),
     "demo": Verb(
-        "learn two tasks with SGD-dagger on embedded data; spectrum, table, pictures",
+        "learn three tasks with and without the projection: spectrum, table, pictures",
         "curvlab.cli.demo:demo",
         add.demo,
         ("curvlab demo --out demo",),
