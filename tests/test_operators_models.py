@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from curvlab import GaussNewton, Hessian, Objective
 from curvlab.doctor import doctor
 from curvlab.losses import sequence
+from curvlab.operators.products.memory import LiveBytes
 from curvlab.probe import OperatorError
 from curvlab.refusals import Refusal, Trap
 from tests.dense_truth import dense_hessian, relative
@@ -334,3 +335,48 @@ def test_swapped_arguments_are_named_without_printing_the_data():
         with pytest.raises(TypeError, match="model, loss, data") as refused:
             Hessian(*arguments)
         assert "tensor(" not in str(refused.value)
+
+
+# -- frozen weights in bfloat16 --------------------------------------------------------------------
+
+
+class Frozen(nn.Module):
+    """An adapter before narrow, frozen layers, which cast to what their weights say they are."""
+
+    def __init__(self, dtype, width=64):
+        super().__init__()
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+        layers = (nn.Linear(width, width) for _ in range(4))
+        self.layers = nn.ModuleList(layers).to(dtype).requires_grad_(False)
+
+    def forward(self, x):
+        x = x + self.up(self.down(x))
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).relu_() + 0.5 * torch.tanh(x)
+        return x[:, :3].to(self.up.weight.dtype)
+
+
+@pytest.mark.parametrize("engine", ["retained", "rebuilt", "blockwise"])
+@pytest.mark.parametrize("kind", [Hessian, GaussNewton])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_frozen_weights_stay_narrow_and_products_are_exact(dtype, kind, engine):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Frozen(dtype)
+    x, y = numbers(6, 64), classes(6)
+    exact = kind(copy.deepcopy(model).double(), F.cross_entropy, (x, y)).dense()
+    operator = kind(model, F.cross_entropy, (x.float(), y), dtype=torch.float32, engine=engine)
+    assert relative(operator.dense(), exact) < TOLERANCE[torch.float32]
+    assert {tensor.dtype for tensor in operator.problem.fixed.values()} == {dtype}
+    frozen = sum(p.nbytes for p in model.layers.parameters())
+    plain = kind(copy.deepcopy(model).float(), F.cross_entropy, (x.float(), y), engine="retained")
+    # what the graph holds besides activations; wide weights in it would be twice as much as frozen
+    assert graph_bytes(operator) - graph_bytes(plain) < frozen / 2
+
+
+def graph_bytes(operator):
+    with LiveBytes() as live:
+        kept = operator._retained(operator.problem.chunks[0])
+        held = live.live
+    assert callable(kept)  # alive until here
+    return held

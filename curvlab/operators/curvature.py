@@ -272,7 +272,7 @@ class Curvature(Operator):
 
     def _recognise(self) -> MLPPlan | None:
         problem = self.problem
-        if problem.terms.loss is None or problem.precision != "exact":
+        if problem.terms.loss is None or problem.precision != "exact" or problem.narrow:
             return None
         named = select_parameters(problem.model, lambda name, _: name in problem.layout.names)
         plan = recognise(problem.model, problem.terms.loss, named)
@@ -283,6 +283,8 @@ class Curvature(Operator):
 
     def _choose(self, engine: str) -> tuple[Callable[[Chunk], Product], str]:
         builders = self._builders()
+        if self.problem.narrow:  # tracing would keep every weight in its wide form
+            builders = {"retained": self._retained}
         if self.problem.blocks:
             builders["blockwise"] = self._blockwise
         if engine == "auto":

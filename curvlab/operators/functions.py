@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from curvlab.operators.narrow import widened
 from curvlab.operators.products.attention import ARGUMENTS, attention, pays
 from curvlab.operators.products.recompute import LARGE, PIECE, Formula, recomputable, recomputed
 
@@ -64,13 +65,21 @@ class Replaced(TorchFunctionMode):
         device: The type of device of the model.
         autocast: Whether autocast is wanted; if not, it is off in every call.
         own_attention: Whether attention is replaced; if not, torch has been told not to fuse it.
+        widen: What narrower floats are converted to in every call; see
+            :mod:`curvlab.operators.narrow`.
     """
 
     def __init__(
-        self, device: str = "cpu", *, autocast: bool = False, own_attention: bool = True
+        self,
+        device: str = "cpu",
+        *,
+        autocast: bool = False,
+        own_attention: bool = True,
+        widen: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.device, self.wanted, self.own_attention = device, autocast, own_attention
+        self.widen = widen
         self.attention = self.autocast = False  # whether a call was of attention, or in autocast
         self._logits = WeakTensorKeyDictionary()  # of log-probabilities
 
@@ -82,6 +91,8 @@ class Replaced(TorchFunctionMode):
             return self._call(func, args, kwargs or {})
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.widen is not None:
+            args, kwargs = widened(func, args, kwargs, self.widen)
         if func is functional.cross_entropy:
             given = {**_CROSS_ENTROPY, **dict(zip(_CROSS_ENTROPY, args, strict=False)), **kwargs}
             if _hard(given):

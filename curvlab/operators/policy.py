@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from curvlab.operators.functions import ONE_AT_A_TIME, Replaced
+from curvlab.operators.narrow import KeepNarrow
 
 log = logging.getLogger("curvlab")
 
@@ -132,6 +133,7 @@ def evaluation(
     *,
     recurrent: bool = False,
     recomputes: bool = False,
+    widen: torch.dtype | None = None,
 ) -> Iterator[Replaced]:
     """Run a forward pass so that it can be differentiated twice.
 
@@ -146,6 +148,7 @@ def evaluation(
         recurrent: Whether the fused kernels of recurrent layers have to be avoided.
         recomputes: Whether checkpointed parts run again inside a backward pass. torch's own
             attention without fused kernels is then used, which can be had there too.
+        widen: What narrow frozen weights are converted to where they are used.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
@@ -153,8 +156,10 @@ def evaluation(
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         wanted = precision == "bfloat16"
         mode = stack.enter_context(
-            Replaced(device.type, autocast=wanted, own_attention=not recomputes)
+            Replaced(device.type, autocast=wanted, own_attention=not recomputes, widen=widen)
         )
+        if widen is not None:
+            stack.enter_context(KeepNarrow(widen))
         if seed is not None:
             stack.enter_context(_seeded(seed, device))
         if "torch._dynamo" in sys.modules:  # compiled graphs have no second derivatives

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from curvlab.batches import map_tensors, read, require_finite, sample_count
 from curvlab.operators.functions import Replaced
+from curvlab.operators.narrow import is_narrow
 from curvlab.operators.objective import (
     Loss,
     Objective,
@@ -183,10 +184,12 @@ class Problem:
             if not bool(torch.isfinite(parameter).all()):
                 raise ValueError(f"parameter {name!r} holds NaN or infinity: there is no curvature")
         self.parameters = tuple(own_copy(p).requires_grad_() for p in chosen.values())
+        others = {n: p for n, p in everything.items() if n not in chosen}
+        kept = {n for n, p in others.items() if dtype is not None and is_narrow(p, dtype)}
+        self.narrow = bool(kept)  # whether frozen weights are widened where they are used
         self.fixed = {
-            f"model.{name}": own_copy(parameter)
-            for name, parameter in everything.items()
-            if name not in chosen
+            f"model.{name}": parameter.detach().clone() if name in kept else own_copy(parameter)
+            for name, parameter in others.items()
         }
         self.buffers = {f"model.{n}": own_copy(b) for n, b in self.model.named_buffers()}
         self._names = [f"model.{name}" for name in chosen]
@@ -293,7 +296,7 @@ class Problem:
     @property
     def around(self) -> Around:
         """Makes what products need around them: a context if parts of the model run again."""
-        if not self.recomputes:
+        if not self.recomputes and not self.narrow:
             return contextlib.nullcontext
         return lambda: self._evaluation(None)
 
@@ -304,6 +307,7 @@ class Problem:
             self.precision,
             recurrent=self._recurrent,
             recomputes=self.recomputes,
+            widen=self.parameters[0].dtype if self.narrow else None,
         )
 
     # -- blocks that are computed again, see curvlab.operators.products.blocks ---------------------
