@@ -137,8 +137,12 @@ def test_gauss_newton_and_the_rest_add_up(name):
 def test_eig(name):
     pairs = lanczos(operator(name), k=3, tol=1e-3, progress=False)
     assert pairs.converged.all(), pairs.reason
-    # by magnitude: of two values of opposite sign and nearly one size, either may be the third
-    expected = torch.linalg.eigvalsh(truth(name)).abs().sort(descending=True)[0][:3]
+    spectrum = torch.linalg.eigvalsh(truth(name))
+    nearest = (spectrum[:, None] - pairs.values).abs().min(0)[0]
+    assert float(nearest.max()) < 1e-3 * float(spectrum.abs().max())
+    # by magnitude: of two values of opposite sign and nearly one size (nanoGPT's third and fourth
+    # differ by 2e-4 of it, which the tolerance does not tell apart) either may be the third
+    expected = spectrum.abs().sort(descending=True)[0][:3]
     found = pairs.values.abs().sort(descending=True)[0]
     assert float((found - expected).abs().max()) < 1e-3 * float(expected[0])
 
