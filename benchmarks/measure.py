@@ -171,7 +171,8 @@ def peak_memory(call: Call, *, device: torch.device | str = "cpu", threads: int 
     On CUDA the allocator's own peak. On the CPU the growth of the process's resident memory
     (Linux: the kernel's high-water mark, reset just before), which also sees NumPy and C code.
     Build everything that should count inside ``call``; call it once before if first-use buffers of
-    the libraries should not count.
+    the libraries should not count. Measure in a fresh process: in one that has worked for long,
+    memory that malloc kept may be reused unseen.
     """
     gc.collect()
     with pinned_threads(threads):

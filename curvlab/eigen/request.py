@@ -15,6 +15,7 @@ from curvlab.eigen.products import Products
 from curvlab.eigen.result import RelativeTo
 from curvlab.eigen.room import Quota, Room, quota
 from curvlab.eigen.selection import check_which
+from curvlab.probe import brought_near, far_exponent
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,8 @@ def check_start(v0: Tensor | None, products: Products) -> Tensor | None:
     if v0.device != products.device:
         raise ValueError(f"v0= is on {v0.device}, the operator on {products.device}: move one")
     rows = v0.detach().reshape(-1, products.width)
+    if any(far_exponent(row) for row in rows):
+        rows = torch.stack([brought_near(row, far_exponent(row)) for row in rows])
     lengths = products.space.norm(rows.to(products.dtype))
     if not bool(torch.isfinite(lengths).all()):
         raise ValueError("v0= holds NaN or infinity")

@@ -23,7 +23,7 @@ from curvlab.eigen.result import Eigenpairs, NotConvergedError
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
 from curvlab.manifest import FINITE, Shape
-from curvlab.probe import OperatorError
+from curvlab.probe import OperatorError, brought_near, far_exponent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +97,8 @@ def solve(
     began = time.perf_counter()
     products = Products(as_operator(operator), None)
     check_positive(max_products=max_products)
+    far = far_exponent(b) if isinstance(b, Tensor) else 0
+    b = brought_near(b, far) if far else b  # its squares would leave float64
     _check(products, b, damping, tol)
     products.probe(seed)
     digest = products.space.digest
@@ -113,7 +115,15 @@ def solve(
         residual = at.residual + system.rounding
         good = residual <= tol
         reason = "converged" if good else at.ended or "it was interrupted"
-        return Solution(at.x.to(b.dtype), residual, good, tol, products.count, seconds, reason)
+        return Solution(
+            brought_near(at.x.to(b.dtype), -far),
+            residual,
+            good,
+            tol,
+            products.count,
+            seconds,
+            reason,
+        )
 
     with work.interruptible(system.state, result):
         while not system.at.ended and system.at.residual + system.rounding > tol:

@@ -117,6 +117,9 @@ class LayerBases:
         named = dict(model.named_parameters(remove_duplicate=False))
         new = dict(self.layers)
         for layer, one in zip(layers, seen, strict=True):
+            if one.elsewhere:  # what it does there is not known: protect holds it where it is
+                new.pop(layer.name, None)
+                continue
             double = named[layer.weight].dtype == torch.float64
             found = _extended(self.layers.get(layer.name), layer, one, share, task, double)
             if found is not None:

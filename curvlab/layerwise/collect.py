@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from curvlab.batches import as_batches, map_tensors, rows, sample_count
 from curvlab.layerwise.layers import Layer, arrived, input_rows, output_rows
@@ -25,6 +26,7 @@ class Seen:
     inputs: Triangle | None = None
     gradients: Triangle | None = None
     tokens: Tensor | None = None
+    elsewhere: bool = False  # whether its weight is also used outside the layer
     _edges: list[tuple[nn.Module, GradientEdge]] = field(default_factory=list)
 
     def read(self, module: nn.Module, inputs: Tensor, constant: bool) -> None:
@@ -46,6 +48,30 @@ class Seen:
     def edges(self) -> list[tuple[nn.Module, GradientEdge]]:
         """Those of the last forward pass, which are then forgotten."""
         found, self._edges = self._edges, []
+        return found
+
+
+class _Elsewhere(TorchFunctionMode):
+    """Notices weights that are used outside their layers, such as ``h @ embedding.weight.T``."""
+
+    def __init__(self, weights: Mapping[int, Sequence[Seen]]) -> None:
+        super().__init__()
+        self.weights, self.inside = weights, 0
+
+    def enter(self, _module: nn.Module, _arguments: Any) -> None:
+        self.inside += 1
+
+    def leave(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
+        self.inside -= 1
+
+    def __torch_function__(
+        self, function: Any, _types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        found = function(*arguments, **(options or {}))
+        if not self.inside and isinstance(found, Tensor):
+            for one in (*arguments, *(options or {}).values()):
+                for seen in self.weights.get(id(one), ()):
+                    seen.elsewhere = True
         return found
 
 
@@ -85,7 +111,17 @@ def watching(model: nn.Module, layers: Sequence[Layer], seen: Sequence[Seen]) ->
     """
     modules = dict(model.named_modules())
     training = [module for module in modules.values() if module.training]
+    named = dict(model.named_parameters(remove_duplicate=False))
+    weights: dict[int, list[Seen]] = {}
+    for layer, one in zip(layers, seen, strict=True):
+        for part in (layer.weight, layer.bias):
+            if part is not None:
+                weights.setdefault(id(named[part]), []).append(one)
     with ExitStack() as stack:
+        mode = _Elsewhere(weights)
+        for name in {name for layer in layers for name in layer.modules}:
+            stack.callback(modules[name].register_forward_pre_hook(mode.enter).remove)
+            stack.callback(modules[name].register_forward_hook(mode.leave).remove)
         for layer, one in zip(layers, seen, strict=True):
             for name in layer.modules:
                 before, after = _hooks(one, layer.bias is not None)
@@ -94,7 +130,8 @@ def watching(model: nn.Module, layers: Sequence[Layer], seen: Sequence[Seen]) ->
                 stack.callback(modules[name].register_forward_hook(after).remove)
         model.eval()
         try:
-            yield
+            with mode:
+                yield
         finally:
             for module in training:
                 module.training = True

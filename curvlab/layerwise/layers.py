@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, unfold
 
 # What adapters (PEFT) put around a layer's name; a basis is of the layer, whatever is around it.
+KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
 AROUND = ("base_model.model.", ".base_layer")
 
 
@@ -61,10 +62,16 @@ def layers_of(model: nn.Module) -> list[Layer]:
     """The layers of ``model``, in the order of its modules; weights used twice appear once."""
     found: dict[int, Layer] = {}
     embeddings: dict[int, Layer] = {}
+    biases: dict[int, str] = {}
     for name, module in model.named_modules():
         layer = _layer(name, module)
         if layer is None:
             continue
+        if layer.bias is not None and biases.setdefault(id(module.bias), name) != name:
+            raise ValueError(
+                f"layers {biases[id(module.bias)]!r} and {name!r} have one bias and weights of "
+                "their own: their outputs cannot be held together. Give each its own bias"
+            )
         known = embeddings if layer.tokens else found
         number = id(module.weight)
         if number not in known:
@@ -87,6 +94,9 @@ def _layer(name: str, module: nn.Module) -> Layer | None:
     weight = module._parameters.get("weight")
     if weight is None or "lora_A" in parts or "lora_B" in parts:
         return None
+    kind = next((k for k in KINDS if isinstance(module, k)), None)
+    if kind and type(module).forward is not kind.forward and not hasattr(module, "lora_A"):
+        return None  # a subclass that does something else with its weight
     bias = f"{prefix}bias" if module._parameters.get("bias") is not None else None
     if isinstance(module, nn.Linear):
         sizes = module.out_features, module.in_features

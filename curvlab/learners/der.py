@@ -5,15 +5,17 @@ reservoir; with ``beta`` above 0 (DER++) also ``beta`` times their loss. The log
 of the step in which a sample was learned, before its update.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import mse_loss
+from torch.nn.functional import mse_loss, pad
 
 from curvlab.learners.er import ER
 from curvlab.learners.population import Population
 from curvlab.learners.step import Step
+from curvlab.tasks.samples import Task
 
 
 class DER(ER):
@@ -34,12 +36,19 @@ class DER(ER):
             raise ValueError(f"alpha= and beta= must be at least 0; got {alpha} and {beta}")
         self.alpha, self.beta = alpha, beta
         self._logits: list[Tensor] = []  # of the present step
+        self._widest = 0
+
+    def expect(self, population: Population, tasks: Sequence[Task]) -> None:
+        if population.takes_task:
+            answers = [population.logits(t.train.inputs[:1], i) for i, t in enumerate(tasks)]
+            self._widest = max(one.shape[2] for one in answers)
 
     def loss(self, population: Population, s: int, logits: Tensor) -> Tensor:
         total = super(ER, self).loss(population, s, logits)
         if s == 0:
             self._logits = []
-        self._logits.append(logits.detach().clone())
+        narrower = max(0, self._widest - logits.shape[1])
+        self._logits.append(pad(logits.detach(), (0, narrower)).clone())
         if population.batch is None:
             return total
         drawn_parts = self.memory.draw(population, s, self.batch, population.batch)
@@ -47,7 +56,8 @@ class DER(ER):
         for task, drawn in drawn_parts:
             again = population.answer(s, drawn["inputs"], task)
             share = len(again) / count
-            total = total + self.alpha * share * mse_loss(again, drawn["logits"])
+            before = drawn["logits"][:, : again.shape[1]]  # heads may be narrower than the widest
+            total = total + self.alpha * share * mse_loss(again, before)
             if self.beta:
                 total = total + self.beta * share * population.loss(again, drawn["targets"])
         return total

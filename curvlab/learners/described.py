@@ -7,6 +7,10 @@ from hashlib import blake2b
 from types import CodeType
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 
 def described(function: Callable[..., Any]) -> Any:
     """A JSON-able description that differs when the function or one of its settings does.
@@ -23,9 +27,19 @@ def described(function: Callable[..., Any]) -> Any:
     if code is None:
         own = type(function) if not hasattr(function, "__qualname__") else function
         return {"name": _name(own), **_plain(getattr(function, "__dict__", {}))}
-    closed = [cell.cell_contents for cell in function.__closure__ or ()]
-    inside = (_digest(code), _plain(function.__defaults__), _plain(closed))
-    return {"name": _name(function), "code": inside}
+    closed = [c.cell_contents for c in function.__closure__ or () if not _holds(c, function)]
+    defaults = [_plain(function.__defaults__), _plain(function.__kwdefaults__)]
+    found = {"name": _name(function), "code": (_digest(code), *defaults, _plain(closed))}
+    owner = getattr(function, "__self__", None)  # of a method: its settings
+    return found if owner is None else {**found, "of": _plain(getattr(owner, "__dict__", {}))}
+
+
+def _holds(cell: Any, function: Any) -> bool:
+    """Whether a function closes over itself (recursion), or over what is not there yet."""
+    try:
+        return cell.cell_contents is function
+    except ValueError:
+        return True
 
 
 def _name(thing: Any) -> str:
@@ -33,7 +47,14 @@ def _name(thing: Any) -> str:
 
 
 def _digest(code: CodeType) -> str:
-    constants = [_digest(one) if isinstance(one, CodeType) else one for one in code.co_consts]
+    constants = [
+        _digest(one)
+        if isinstance(one, CodeType)
+        else sorted(map(repr, one))
+        if isinstance(one, frozenset)  # its order changes by process
+        else one
+        for one in code.co_consts
+    ]
     text = f"{code.co_code!r}{constants!r}{code.co_names!r}"
     return blake2b(text.encode(), digest_size=6).hexdigest()
 
@@ -46,4 +67,12 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        whole = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        held = whole.detach().cpu()
+        raw = held.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        text = f"{held.dtype}{tuple(held.shape)}".encode()
+        return blake2b(text + raw, digest_size=6).hexdigest()
+    if isinstance(value, torch.dtype):
+        return str(value)
     return described(value) if callable(value) else f"a {type(value).__name__}"

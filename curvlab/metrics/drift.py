@@ -50,12 +50,12 @@ def subspace_drift(
             f"the basis covers {protected.n} parameters, the operator {operator.n}: pass the "
             "curvature of the same parameters"
         )
-    pairs = lanczos(operator, k, tol=tol, which="LA", seed=seed, progress=False)
+    pairs = lanczos(operator, k, tol=tol, which="LM", seed=seed, progress=False)
     pairs.require_converged()
     now = Rows.of(pairs.vectors, "lanczos", protected.n)
     angles = protected.principal_angles(now)
     rows = protected.rows().to(pairs.vectors)
     along = torch.stack([(row * (operator @ row)).sum() for row in rows])
-    largest = float(pairs.values.sum())
-    share = float(along.double().sum()) / largest if largest > 0.0 else float("nan")
+    largest = float(pairs.values.abs().sum())
+    share = float(along.double().abs().sum()) / largest if largest > 0.0 else float("nan")
     return Drift(float(angles.cos().square().mean()), share, angles)

@@ -67,6 +67,7 @@ class Replaced(TorchFunctionMode):
         own_attention: Whether attention is replaced; if not, torch has been told not to fuse it.
         widen: What narrower floats are converted to in every call; see
             :mod:`curvlab.operators.narrow`.
+        frozen: The storages of the weights that are.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class Replaced(TorchFunctionMode):
         autocast: bool = False,
         own_attention: bool = True,
         widen: torch.dtype | None = None,
+        frozen: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
         self.device, self.wanted, self.own_attention = device, autocast, own_attention
-        self.widen = widen
+        self.widen, self.frozen = widen, frozen
         self.attention = self.autocast = False  # whether a call was of attention, or in autocast
         self._logits = WeakTensorKeyDictionary()  # of log-probabilities
 
@@ -92,7 +94,7 @@ class Replaced(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.widen is not None:
-            args, kwargs = widened(func, args, kwargs, self.widen)
+            args, kwargs = widened(func, args, kwargs, self.widen, self.frozen)
         if func is functional.cross_entropy:
             given = {**_CROSS_ENTROPY, **dict(zip(_CROSS_ENTROPY, args, strict=False)), **kwargs}
             if _hard(given):

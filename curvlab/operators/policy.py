@@ -134,6 +134,7 @@ def evaluation(
     recurrent: bool = False,
     recomputes: bool = False,
     widen: torch.dtype | None = None,
+    frozen: frozenset[int] = frozenset(),
 ) -> Iterator[Replaced]:
     """Run a forward pass so that it can be differentiated twice.
 
@@ -149,6 +150,7 @@ def evaluation(
         recomputes: Whether checkpointed parts run again inside a backward pass. torch's own
             attention without fused kernels is then used, which can be had there too.
         widen: What narrow frozen weights are converted to where they are used.
+        frozen: Their storages.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
@@ -156,7 +158,13 @@ def evaluation(
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         wanted = precision == "bfloat16"
         mode = stack.enter_context(
-            Replaced(device.type, autocast=wanted, own_attention=not recomputes, widen=widen)
+            Replaced(
+                device.type,
+                autocast=wanted,
+                own_attention=not recomputes,
+                widen=widen,
+                frozen=frozen,
+            )
         )
         if widen is not None:
             stack.enter_context(KeepNarrow(widen))

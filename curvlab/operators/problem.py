@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from curvlab.batches import map_tensors, read, require_finite, sample_count
 from curvlab.operators.functions import Replaced
-from curvlab.operators.narrow import is_narrow
+from curvlab.operators.narrow import is_narrow, storage_of
 from curvlab.operators.objective import (
     Loss,
     Objective,
@@ -191,6 +191,7 @@ class Problem:
             f"model.{name}": parameter.detach().clone() if name in kept else own_copy(parameter)
             for name, parameter in others.items()
         }
+        self._frozen = frozenset(storage_of(self.fixed[f"model.{name}"]) for name in kept)
         self.buffers = {f"model.{n}": own_copy(b) for n, b in self.model.named_buffers()}
         self._names = [f"model.{name}" for name in chosen]
 
@@ -308,6 +309,7 @@ class Problem:
             recurrent=self._recurrent,
             recomputes=self.recomputes,
             widen=self.parameters[0].dtype if self.narrow else None,
+            frozen=self._frozen,
         )
 
     # -- blocks that are computed again, see curvlab.operators.products.blocks ---------------------

@@ -54,6 +54,11 @@ def _pairs(name: str, first: Any, second: Any) -> Iterator[tuple[nn.Parameter, n
         for key in first:
             yield from _pairs(name, first[key], second[key])
         return
+    if getattr(first, "bias", None) is not None:
+        raise ValueError(
+            f"lora_A of {name!r} has a bias, with which the adapter acts on every input: make it "
+            "without (bias=False)"
+        )
     found = [getattr(one, "weight", one) for one in (first, second)]
     if not all(isinstance(one, nn.Parameter) and one.dim() == 2 for one in found):
         raise TypeError(

@@ -75,7 +75,7 @@ class Constraints:
                 self.whole |= names
             else:
                 seen = basis.tokens.nonzero().flatten().to(weight.device)
-                self.rows.append((local(weight), seen))
+                self.rows.append((weight, seen))
             return
         moving = (weight if self._name(weight) else None, bias if self._name(bias) else None)
         self._matrix(layer, basis, *moving)
@@ -114,6 +114,11 @@ class Constraints:
             raise ValueError(
                 f"{adapter.owner!r} is a low-rank adapter, whose product with both sides is not "
                 "linear in it: make the bases with side='inputs' (which holds A) or 'outputs' (B)"
+            )
+        if basis.tokens is not None:
+            raise TypeError(
+                f"{adapter.owner!r} is a low-rank adapter of an embedding: adapters of "
+                "convolutions and embeddings are not protected. Leave it out of the adapted modules"
             )
         if (adapter.back.shape[0], adapter.into.shape[1]) != (basis.outputs, basis.inputs):
             raise ValueError(

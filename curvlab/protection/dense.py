@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from curvlab.basis import Basis
 from curvlab.parameters import Selection, select_parameters
 from curvlab.precision import working
+from curvlab.protection.closures import with_closure
 from curvlab.rows import Rows
 
 
@@ -50,10 +51,9 @@ class Protection:
         self, optimizer: Optimizer, basis: Basis, covered: Sequence[nn.Parameter], gradients: bool
     ) -> None:
         self.basis = basis
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._moving = [id(p) in trained and p.requires_grad for p in covered]
         self._covered = list(covered)
-        self.parameters = [p for p, moves in zip(covered, self._moving, strict=True) if moves]
+        self._gradients = gradients
+        self._look(optimizer)
         if not self.parameters:
             raise ValueError(
                 "protect: the optimizer trains none of the parameters that the basis covers, so "
@@ -65,17 +65,25 @@ class Protection:
                 "basis in shards is not restricted to a part: compute it for the trained ones, "
                 "with select="
             )
-        dtypes = {p.dtype for p in self.parameters}
-        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        self._rounds = dtypes != {self._dtype}
-        self._gradients = gradients
-        self._room: _Room | None = None
-        self._last: tuple[Rows, Tensor] | None = None
-        self._restricted: tuple[Tensor, Rows] | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._start),
             optimizer.register_step_post_hook(self._finish),
         ]
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Which parameters move; groups are added and layers unfrozen at any time."""
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        moving = [id(p) in trained and p.requires_grad for p in self._covered]
+        if moving == getattr(self, "_moving", None):
+            return
+        self._moving = moving
+        self.parameters = [p for p, moves in zip(self._covered, moving, strict=True) if moves]
+        dtypes = {p.dtype for p in self.parameters}
+        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self._rounds = dtypes != {self._dtype}
+        self._room: _Room | None = None
+        self._last: tuple[Rows, Tensor] | None = None
+        self._restricted: tuple[Tensor, Rows] | None = None
 
     def remove(self) -> None:
         """Give the optimizer its own steps back."""
@@ -120,7 +128,10 @@ class Protection:
         return rows.project_out_([vector] if rows.space.sharded else vector)
 
     @torch.no_grad()
-    def _start(self, _optimizer: Optimizer, _arguments: Any, _options: Any) -> None:
+    def _start(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
+        self._look(optimizer)
+        if not self.parameters:
+            return None
         if self._room is None:
             self._room = _Room(self.parameters, self._dtype, self._rounds)
         room, tensors = self._room, list[Tensor](self.parameters)
@@ -128,8 +139,16 @@ class Protection:
         if room.master is not None and room.given is not None:
             # Where the model has what it was given, the copy goes on; else it starts from there.
             torch.where(room.before == room.given, room.master, room.before, out=room.master)
+        if not self._gradients:
+            return None
+        self._project_gradients()
+        return with_closure(arguments, options, self._project_gradients)
+
+    @torch.no_grad()
+    def _project_gradients(self) -> None:
+        room = self._room
         present = [p.grad for p in self.parameters if p.grad is not None]
-        if not self._gradients or len(present) < len(tensors):
+        if room is None or len(present) < len(self.parameters):
             return
         if room.master is None and all(gradient.is_contiguous() for gradient in present):
             self._rows.project_out_(present)  # as they are

@@ -66,7 +66,6 @@ class Group:
     """Matrices ``(L, out, in)`` of one kind; see the module's header.
 
     Attributes:
-        tensors: The members' weights, then their biases: what the optimizer moves.
         weights: Room for the weights; for bfloat16 and float16 parameters it stays, and holds what
             they would be if they did not round.
         biases: The same for the biases ``(L, out, 1)``, or ``None``.
@@ -87,11 +86,15 @@ class Group:
         right = _stacked([_fewer(m) for m in members], like)
         self._right = None if right is None else right[:, :, :inputs].contiguous()
         self._last = None if right is None or not biased else right[:, :, inputs:].contiguous()
-        self.tensors = [m.weight(m.parameter) for m in members]
-        self.tensors += [local(m.bias) for m in members if m.bias is not None]
         self._places = self._cut(self.weights, self.biases)
         self._given = [torch.zeros_like(t) for t in self.tensors] if self._rounds else []
         self.anchor()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """As they are now: ``p.data = ...`` gives a parameter other memory."""
+        weights = [m.weight(m.parameter) for m in self.members]
+        return [*weights, *(local(m.bias) for m in self.members if m.bias is not None)]
 
     def gradients(self) -> list[Tensor | None]:
         """Of the members' weights, then of their biases; ``None`` where there is none."""
@@ -128,9 +131,10 @@ class Group:
 
     def give(self) -> None:
         """Copy out what is left of it."""
-        torch._foreach_copy_(self.tensors, self._places)
+        tensors = self.tensors
+        torch._foreach_copy_(tensors, self._places)
         if self._rounds:
-            torch._foreach_copy_(self._given, self.tensors)
+            torch._foreach_copy_(self._given, tensors)
 
     def hold_(self) -> None:
         """Bring the room to the nearest matrices that have what is held."""

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from curvlab.layerwise import LayerBases
 from curvlab.operators.policy import arithmetic, inner
 from curvlab.parameters import Selection, select_parameters
+from curvlab.protection.closures import with_closure
 from curvlab.protection.constraints import Constraints
 from curvlab.protection.groups import Group, grouped
 from curvlab.protection.local import local
@@ -58,17 +59,17 @@ class LayerProtection:
         gradients: bool,
     ) -> None:
         self.bases, self._model, self._gradients = bases, inner(model), gradients
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._trained = {
-            name: p
-            for name, p in self._model.named_parameters()
-            if id(p) in trained and p.requires_grad
-        }
+        self._trained = self._moving(optimizer)
         if not self._trained:
             raise ValueError(
                 "protect: the optimizer trains no parameter of this model, so there is nothing to "
                 "project: pass the optimizer of this model"
             )
+        self._norms = [
+            (name, module)
+            for name, module in self._model.named_modules()
+            if getattr(module, "running_mean", None) is not None
+        ]
         self._asked = set() if free is None else set(select_parameters(self._model, free))
         self.held: tuple[str, ...] = ()
         self.free: tuple[str, ...] = ()
@@ -77,6 +78,12 @@ class LayerProtection:
             optimizer.register_step_pre_hook(self._start),
             optimizer.register_step_post_hook(self._finish),
         ]
+
+    def _moving(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        """The model's parameters that the optimizer trains, by name."""
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = self._model.named_parameters()
+        return {name: p for name, p in named if id(p) in trained and p.requires_grad}
 
     def remove(self) -> None:
         """Give the optimizer its own steps back."""
@@ -95,9 +102,11 @@ class LayerProtection:
             for name in self._trained
             if name in plan.whole or name not in plan.covered | self._asked
         )
-        self._still = [local(self._trained[name]) for name in self.held]
-        self._copies = [tensor.detach().clone() for tensor in self._still]
-        self._rows = [(weight, which, weight.index_select(0, which)) for weight, which in plan.rows]
+        self._still = [self._trained[name] for name in self.held]
+        self._copies = [local(one).clone() for one in self._still]
+        self._rows = [
+            (weight, which, local(weight).index_select(0, which)) for weight, which in plan.rows
+        ]
         if any(one.zero for group in self._groups for one in group.members):
             self._project()
         self._note()
@@ -129,14 +138,37 @@ class LayerProtection:
         self._versions = [p._version for p in self._trained.values()]
 
     @torch.no_grad()
-    def _start(self, _optimizer: Optimizer, _arguments: Any, _options: Any) -> None:
+    def _start(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
+        if self.bases.side == "inputs":
+            for name, module in self._norms:
+                if module.training:
+                    raise ValueError(
+                        f"protect: {name!r} moves its running statistics while it trains, and with "
+                        "them every output: put it in eval mode after model.train()"
+                    )
+        trained = self._moving(optimizer)  # groups are added and layers unfrozen at any time
+        if trained.keys() != self._trained.keys():
+            self._trained = trained
+            self.anchor()
         moved = self._versions != [p._version for p in self._trained.values()]
         if moved or self._known != self.bases.changes:
             self.anchor()
-        if self._gradients:
-            for group in self._groups:
-                with arithmetic(group.weights.device, "exact"), torch.no_grad():
-                    group.project_gradients_(group.gradients())
+        if not self._gradients:
+            return None
+        self._project_gradients()
+        return with_closure(arguments, options, self._project_gradients)
+
+    @torch.no_grad()
+    def _project_gradients(self) -> None:
+        for group in self._groups:
+            with arithmetic(group.weights.device, "exact"), torch.no_grad():
+                group.project_gradients_(group.gradients())
+        still = [local(p.grad) for p in self._still if p.grad is not None]
+        if still:
+            torch._foreach_zero_(still)
+        for weight, which, _ in self._rows:
+            if weight.grad is not None:
+                local(weight.grad).index_fill_(0, which, 0.0)
 
     @torch.no_grad()
     def _finish(self, _optimizer: Optimizer, _arguments: Any, _options: Any) -> None:
@@ -150,6 +182,6 @@ class LayerProtection:
                 group.hold_()
                 group.give()
         if self._still:
-            torch._foreach_copy_(self._still, self._copies)
+            torch._foreach_copy_([local(one) for one in self._still], self._copies)
         for weight, which, values in self._rows:
-            weight.index_copy_(0, which, values)
+            local(weight).index_copy_(0, which, values)

@@ -122,7 +122,7 @@ def evaluate(
             chosen = logits.gather(2, picked.unsqueeze(2)).squeeze(2).double()
             loss += (logits.double().logsumexp(2) - chosen).sum(1)
         else:
-            means = [population.loss(one, targets) for one in logits.double()]
+            means = [population.loss(one, targets) for one in logits]
             loss += torch.stack(means).double() * len(targets)
         right += (logits.argmax(2) == picked).sum(1)
     return loss / len(samples), right / len(samples)
