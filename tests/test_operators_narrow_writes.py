@@ -63,3 +63,22 @@ def test_a_right_hand_side_of_any_scale_is_solved(scale):
     truth = torch.linalg.solve(matrix + 0.1 * torch.eye(30, dtype=torch.float64), b)
     assert found.converged
     assert float((found.x / scale - truth).norm() / truth.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_class_weights_of_a_loss_module_follow_the_dtype(dtype):
+    model = nn.Linear(4, 3)
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(6, 4, generator=generator), torch.tensor([0, 1, 2, 0, 1, 2])
+    weights = torch.tensor([0.5, 1.0, 2.0])
+    loss = nn.CrossEntropyLoss(weight=weights)
+    found = curvlab.Hessian(model, loss, data, count=lambda b: weights[b[1]].sum(), dtype=dtype)
+    flat = curvlab.parameter_vector(model).double()
+
+    def truth(vector):
+        outputs = data[0].double() @ vector[:12].view(3, 4).T + vector[12:]
+        return cross_entropy(outputs, data[1], weight=weights.double())
+
+    exact = torch.autograd.functional.hessian(truth, flat)
+    assert torch.allclose(found.dense().double(), exact, atol=1e-6)
+    assert loss.weight.dtype == torch.float32

@@ -10,6 +10,7 @@ target and the rest are the inputs. Inputs that are a dict or a tuple reach the 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,6 +61,24 @@ class Terms:
         return Split(self.output, self.criterion)
 
 
+def _fitting(loss: Loss) -> Callable[[Tensor], Loss]:
+    """The loss for outputs of a dtype: class weights that a module holds are converted with it."""
+    if not isinstance(loss, nn.Module) or any(True for _ in loss.parameters()):
+        return lambda _output: loss
+    buffers = [b for b in loss.buffers() if b.is_floating_point()]
+    copies: dict[tuple[torch.dtype, torch.device], Loss] = {}
+
+    def at(output: Tensor) -> Loss:
+        place = output.dtype, output.device
+        if all((b.dtype, b.device) == place for b in buffers) or not output.is_floating_point():
+            return loss
+        if place not in copies:
+            copies[place] = deepcopy(loss).to(dtype=output.dtype, device=output.device)
+        return copies[place]
+
+    return at
+
+
 def terms(loss: Loss | Objective | None) -> Terms:
     """Take ``loss`` apart."""
     if loss is None:
@@ -72,7 +91,7 @@ def terms(loss: Loss | Objective | None) -> Terms:
             f"model that returns its own .loss; got {_describe(loss)}. The order of arguments is "
             "model, loss, data"
         )
-    call = loss
+    call, fitting = loss, _fitting(loss)
 
     def criterion(output: Tensor, batch: Any) -> Tensor:
         target = target_of(batch)
@@ -82,7 +101,7 @@ def terms(loss: Loss | Objective | None) -> Terms:
                 f"{tuple(output.shape)} have them along the last: pass curvlab.losses.next_token, "
                 "or curvlab.losses.sequence if labels stand where they are predicted"
             )
-        return call(output, target)
+        return fitting(output)(output, target)
 
     def whole(model: nn.Module, batch: Any) -> Tensor:
         return criterion(_output(model, batch), batch)
