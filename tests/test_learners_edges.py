@@ -1,10 +1,12 @@
 """Learners at their edges: null spaces, solves that fall short, refusals, bounds."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from curvlab.learners import EWC, GPM, OGD, SGD, Population, SGDDagger, population_of
 from curvlab.learners import sample_gradients as rows_of
@@ -14,6 +16,7 @@ from curvlab.learners.seeds import derived_generator
 from curvlab.nets import mlp
 from curvlab.nets.powerprop import power
 from curvlab.tasks import Samples, Task
+from curvlab.tasks.samples import subset
 from curvlab.training import Schedule, learn
 from tests.dense_truth import relative
 from tests.small_problems import make_tasks, small
@@ -63,34 +66,93 @@ def test_thresholds_of_all_tasks_are_checked_before_training():
     assert not stepped
 
 
-class Tied(nn.Module):
-    def __init__(self):
+class Net(nn.Module):
+    """Layers in attributes and a function that calls them."""
+
+    def __init__(self, forward, **parts):
         super().__init__()
-        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-        self.second.weight = self.first.weight
-        self.head = nn.Linear(6, 3, bias=False)
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.run = forward
 
     def forward(self, inputs):
-        return self.head(torch.relu(self.second(torch.relu(self.first(inputs)))))
+        return self.run(self, inputs)
 
 
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(6, 3)
-
+class Standardised(nn.Linear):
     def forward(self, inputs):
-        return self.head(self.block(inputs.unsqueeze(1)).squeeze(1))
+        return linear(inputs, self.weight / self.weight.norm(), self.bias)
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [(Tied, r"'first\.weight', 'second\.weight'\] are one tensor"), (Attending, "TransformerEnc")],
-)
-def test_gpm_refuses_weights_whose_inputs_it_cannot_see(model, words):
-    with pytest.raises(ValueError, match=words):
-        learn(model(), make_tasks(1), GPM(bias="augmented"), Schedule(0.1), seeds=1)
+def tied():
+    net = Net(lambda m, x: m.head(torch.tanh(m.second(torch.tanh(m.first(x))))),
+              first=L(6, 6), second=L(6, 6), head=L(6, 3))  # fmt: skip
+    net.second.weight = net.first.weight
+    return net
+
+
+def tied_to_tokens():
+    net = Net(lambda m, x: m.head(torch.tanh(m.first(x) + m.table(x.argmax(1)))),
+              first=L(6, 6), table=nn.Embedding(6, 6), head=L(6, 3))  # fmt: skip
+    net.table.weight = net.first.weight
+    return net
+
+
+def frozen_bias():
+    net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+    net[0].bias.requires_grad_(False)
+    return net
+
+
+L = partial(nn.Linear, bias=False)
+UNUSUAL = {
+    "tied": tied,
+    "tied to an embedding": tied_to_tokens,
+    "tied by hand": lambda: Net(
+        lambda m, x: m.head(torch.tanh(m.first(x) + linear(x.tanh(), m.first.weight))),
+        first=L(6, 6), head=nn.Linear(6, 3)),
+    "used in a list": lambda: Net(
+        lambda m, x: m.head(torch.tanh(m.first(x) + x.tanh() @ torch.cat([m.first.weight]))),
+        first=L(6, 6), head=nn.Linear(6, 3)),
+    "bias used elsewhere": lambda: Net(
+        lambda m, x: m.head(torch.tanh(m.first(x) * m.first.bias)),
+        first=nn.Linear(6, 6), head=nn.Linear(6, 3)),
+    "a forward of its own": lambda: nn.Sequential(Standardised(6, 9), nn.Tanh(), nn.Linear(9, 3)),
+    "forward called by hand": lambda: Net(
+        lambda m, x: m.head(torch.tanh(m.first.forward(x))),
+        first=nn.Linear(6, 6), head=nn.Linear(6, 3)),
+    "TransformerEncoderLayer": lambda: Net(
+        lambda m, x: m.head(m.block(x.unsqueeze(1)).squeeze(1)),
+        block=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True),
+        head=nn.Linear(6, 3)),
+    "LSTM": lambda: Net(
+        lambda m, x: m.head(m.block(x.unsqueeze(2))[0][:, -1]),
+        block=nn.LSTM(1, 9, batch_first=True), head=nn.Linear(9, 3)),
+    "grouped convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(),
+        nn.Linear(8, 3)),
+    "convolution in one dimension": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 9, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)),
+    "frozen bias": frozen_bias,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_gpm_holds_stored_logits_whatever_a_weight_is_used_for(name):
+    torch.manual_seed(0)
+    tasks = make_tasks(2, train=20, dtype=torch.float64)
+    stored = subset(tasks[0].train, 2, seed=derived_generator(1, "gpm", 0)).inputs
+    seen = []
+
+    class Watched(GPM):
+        def after_task(self, population, task, samples):
+            super().after_task(population, task, samples)
+            seen.append(population.logits(stored, 0)[0])
+
+    learner = Watched(1.0, samples=2, bias="augmented")
+    (run,) = learn(UNUSUAL[name]().double(), tasks, learner, Schedule(0.3, epochs=3), seeds=1)
+    assert float((seen[1] - seen[0]).norm() / seen[0].norm()) < 1e-12
+    assert float((run.snapshots[1] - run.snapshots[0]).norm()) > 1e-3, "and it did train"
 
 
 def test_the_memory_guard_of_ogd_counts_every_logit():

@@ -176,11 +176,3 @@ def test_gpm_holds_old_logits_still_through_frozen_batchnorm():
     assert float((run.snapshots[1] - run.snapshots[0]).norm()) > 1e-3
     drift = stored_logits(population, tasks[0], 1)[0] - kept["logits"]
     assert float(drift.abs().max()) <= 1e-10
-
-
-def test_gpm_refuses_grouped_convolutions_whose_patches_it_does_not_take():
-    layer = nn.Conv2d(4, 4, 3, groups=2)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.Flatten(), nn.LazyLinear(3))
-    model(torch.zeros(1, 3, 8, 8))
-    with pytest.raises(ValueError, match="groups=2"):
-        learn(model, make_tasks(shape=(3, 8, 8)), GPM(bias="augmented"), SCHEDULE, seeds=1)

@@ -58,7 +58,17 @@ def other_memory(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2), give
 
 
-@pytest.mark.parametrize("change", [later_group, later_grad, other_memory])
+def other_parameter(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def give():
+        model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+        optimizer.add_param_group({"params": [model[2].weight]})
+
+    return optimizer, give
+
+
+@pytest.mark.parametrize("change", [later_group, later_grad, other_memory, other_parameter])
 def test_stored_inputs_are_held_after_the_model_or_the_optimizer_changed(change):
     model = net()
     before, other = model(OLD[0]).detach(), model(NEW[0]).detach()
@@ -97,6 +107,43 @@ def test_a_group_added_later_is_protected_and_a_frozen_parameter_stays(which):
     assert torch.equal(parameters[0], held)
 
 
+def test_rows_hold_a_parameter_that_took_the_place_of_another():
+    model = net()
+    memory = curvlab.Basis(curvlab.parameter_count(model), capacity=5)
+    memory.extend(torch.randn(5, memory.n, generator=torch.Generator().manual_seed(0)))
+    optimizer, then = other_parameter(model)
+    curvlab.protect(optimizer, memory, model)
+    train(model, optimizer, 3)
+    then()
+    start = torch.cat([p.detach().flatten() for p in model.parameters()])
+    train(model, optimizer)
+    change = torch.cat([p.detach().flatten() for p in model.parameters()]) - start
+    assert float((memory.rows() @ change).norm() / change.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+@pytest.mark.parametrize("which", ["rows", "layers"])
+def test_two_parameters_with_one_memory_are_refused(which, when):
+    def tie():
+        model[2].weight.data = model[0].weight.data
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if which == "rows":
+        memory = curvlab.Basis(curvlab.parameter_count(model), capacity=3)
+        memory.extend(torch.randn(3, memory.n))
+    else:
+        memory = curvlab.layer_bases(model, OLD, energy=1.0)
+    if when == "before":
+        tie()
+    with pytest.raises(ValueError, match=r"one memory \(tied by \.data\)"):  # noqa: PT012
+        curvlab.protect(optimizer, memory, model)
+        assert when == "later"
+        train(model, optimizer, 1)
+        tie()
+        train(model, optimizer, 1)
+
+
 def test_a_weight_tied_by_hand_is_held_whole():
     class Tied(nn.Module):
         def __init__(self):
@@ -116,12 +163,150 @@ def test_a_weight_tied_by_hand_is_held_whole():
     assert moved(model, before, (old, old)) < 1e-5
 
 
+def test_a_weight_used_in_a_list_of_tensors_is_held_whole():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 4)
+
+        def forward(self, inputs):
+            again = inputs.sin() @ torch.cat([self.first.weight, self.first.weight])[:6]
+            return self.second(torch.tanh(self.first(inputs) + again))
+
+    torch.manual_seed(0)
+    model = Listed()
+    before = model(OLD[0]).detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    handle = curvlab.protect(optimizer, curvlab.layer_bases(model, OLD, energy=1.0), model)
+    train(model, optimizer)
+    assert moved(model, before) < 1e-5
+    assert "first.weight" in handle.held
+
+
+def test_layers_that_cannot_be_seen_are_refused_by_name():
+    class Mapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, inputs):
+            return torch.vmap(self.layer)(inputs)
+
+    class Everywhere(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, inputs):
+            return linear(self.layer(inputs), self.layer.weight)
+
+    with pytest.raises(TypeError, match=r"inside torch\.vmap.*on the whole batch"):
+        curvlab.layer_bases(Mapped(), OLD)
+    with pytest.raises(TypeError, match=r"torch\.jit module.*that it was made of"):
+        curvlab.layer_bases(torch.jit.trace(net(), OLD[0]), OLD)
+    with pytest.raises(ValueError, match=r"\['layer'\].*uses outside of them.*its layer alone"):
+        curvlab.layer_bases(Everywhere(), OLD)
+
+
+class Recurrent(nn.Module):
+    """Time first, the last answer only."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.again, self.out = nn.Linear(3, 70), nn.Linear(70, 70), nn.Linear(70, 4)
+
+    def forward(self, steps):
+        state = steps.new_zeros(*steps.shape[1:-1], 70)
+        for one in steps:
+            state = torch.tanh(self.into(one) + self.again(state))
+        return self.out(state)
+
+
+class Library(nn.Module):
+    """Of torch's own parts, time first."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.part = (
+            nn.LSTM(3, 80)
+            if kind == "LSTM"
+            else nn.TransformerEncoderLayer(3, 1, 80, dropout=0.0)
+            if kind == "encoder"
+            else nn.MultiheadAttention(3, 1)
+        )
+        self.out = nn.Linear(80 if kind == "LSTM" else 3, 90)
+
+    def forward(self, steps):
+        attention = isinstance(self.part, nn.MultiheadAttention)
+        found = self.part(steps, steps, steps) if attention else self.part(steps)
+        return self.out(found[0] if isinstance(found, tuple) else found)
+
+
+WHOLE = {
+    "time first": (Recurrent, (60, 1, 3)),
+    "time first, one sample": (Recurrent, (60, 3)),
+    "LSTM": (lambda: Library("LSTM"), (60, 1, 3)),
+    "LSTM, one sample": (lambda: Library("LSTM"), (60, 3)),
+    "encoder": (lambda: Library("encoder"), (60, 2, 3)),
+    "encoder, one sample": (lambda: Library("encoder"), (60, 3)),
+    "attention": (lambda: Library("attention"), (60, 2, 3)),
+    "a vector": (lambda: nn.Sequential(nn.Linear(60, 70), nn.Tanh(), nn.Linear(70, 4)), (60,)),
+    "statistics of the batch": (
+        lambda: nn.Sequential(
+            nn.Linear(6, 90), nn.BatchNorm1d(90, track_running_stats=False), nn.Linear(90, 4)
+        ),
+        (60, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("side", ["inputs", "both"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_no_batch_of_independent_samples_is_read_whole(name, side):
+    make, shape = WHOLE[name]
+    torch.manual_seed(0)
+    model, data = make().double().eval(), torch.randn(*shape, dtype=torch.float64)
+    seen = {}
+    hooks = [
+        part.register_forward_pre_hook(
+            lambda _, given, name=name: seen.setdefault(name, []).append(given[0])
+        )
+        for name, part in model.named_modules()
+        if type(part) is nn.Linear
+    ]
+    model(data)
+    for hook in hooks:
+        hook.remove()
+    loss = None if side == "inputs" else lambda output, _: output.square().mean()
+    given = data if side == "inputs" else (data, data)
+    bases = curvlab.layer_bases(model, given, energy=1.0, side=side, loss=loss)
+    for name, inputs in seen.items():
+        truth = torch.cat([one.reshape(-1, one.shape[-1]) for one in inputs]).detach()
+        truth = torch.cat([truth, truth.new_ones(len(truth), 1)], 1)
+        rows = bases.layers[f"{name}.weight"].into.rows
+        assert float((truth - truth @ rows.T @ rows).norm() / truth.norm()) < 1e-12
+        assert len(rows) == torch.linalg.matrix_rank(truth)
+
+
+def test_a_batch_of_independent_samples_is_read_in_pieces():
+    model, sizes = net(), []
+    model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    bases = curvlab.layer_bases(model, batch(5, 130), energy=0.9)
+    assert max(sizes) == 50
+    assert sum(sizes) == 130 + 8 + 8, "and the trial that asks whether it may be"
+    again = curvlab.layer_bases(model, [batch(5, 130)], energy=0.9)
+    assert repr(bases) == repr(again)
+
+
 def test_a_linear_layer_with_a_forward_of_its_own_is_no_layer():
     class Standardised(nn.Linear):
         def forward(self, inputs):
             return linear(inputs, self.weight / self.weight.norm(), self.bias)
 
     model = nn.Sequential(Standardised(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    assert list(curvlab.layer_bases(model, OLD, energy=1.0).layers) == ["2.weight"]
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    model[0].forward = lambda inputs: linear(inputs, model[0].weight.abs())  # of the instance
     assert list(curvlab.layer_bases(model, OLD, energy=1.0).layers) == ["2.weight"]
 
 

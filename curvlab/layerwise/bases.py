@@ -125,7 +125,15 @@ class LayerBases:
             if found is not None:
                 new[layer.name] = found
         if not new:
-            raise ValueError("no layer of the model was called: there is nothing to protect")
+            both = zip(layers, seen, strict=True)
+            apart = [layer.modules[0] for layer, one in both if one.elsewhere]
+            raise ValueError(
+                f"layers {apart[:4]} have weights or biases that the model also uses outside of "
+                "them, so that their inputs do not tell what may change, and there is no other: "
+                "use each through its layer alone"
+                if apart
+                else "no layer of the model was called: there is nothing to protect"
+            )
         self.layers = new
         self.changes += 1
 
@@ -199,7 +207,9 @@ def layer_bases(
     Args:
         model: In eval mode during the pass, then as it was.
         data: A batch, a list of batches or a loader, as for the operators; read once, so it may
-            shuffle or be a generator. For ``side="inputs"`` targets are not needed.
+            shuffle or be a generator. For ``side="inputs"`` targets are not needed. Large batches
+            are read in pieces, unless a trial shows that pieces give something else (time first,
+            a single sample, a model that mixes samples).
         side: ``"inputs"``, ``"outputs"`` or ``"both"``; see the module's header.
         loss: ``loss(output, target)``, a mean over samples; needed for ``"outputs"`` and
             ``"both"``. ``None`` is the model's own.

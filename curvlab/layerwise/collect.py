@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvlab.batches import as_batches, map_tensors, rows, sample_count
+from curvlab.batches import as_batches, leaves, map_tensors, rows, sample_count
 from curvlab.layerwise.layers import Layer, arrived, input_rows, output_rows
 from curvlab.layerwise.spans import Triangle, require_finite
 from curvlab.operators.objective import Loss, Objective, call_model, terms
@@ -21,16 +21,24 @@ WIDEST = 16_384  # of a triangle in float64: 2 GiB
 
 @dataclass(slots=True)
 class Seen:
-    """What a pass saw of one layer; ``seen`` are the tokens of an embedding."""
+    """What a pass saw of one layer; ``tokens`` are those of an embedding."""
 
     inputs: Triangle | None = None
     gradients: Triangle | None = None
     tokens: Tensor | None = None
     elsewhere: bool = False  # whether its weight is also used outside the layer
+    rounding: float = 0.0  # of what it was called with
     _edges: list[tuple[nn.Module, GradientEdge]] = field(default_factory=list)
 
     def read(self, module: nn.Module, inputs: Tensor, constant: bool) -> None:
         """Take what the layer was called with."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(inputs):
+            raise TypeError(
+                f"a {type(module).__name__} layer is called inside torch.vmap or another transform "
+                "of torch.func, where its inputs cannot be read: call it on the whole batch"
+            )
+        if inputs.is_floating_point():
+            self.rounding = max(self.rounding, torch.finfo(inputs.dtype).eps)
         if self.tokens is not None:
             self.tokens[inputs.detach().reshape(-1)] = True
         elif self.inputs is not None:
@@ -44,6 +52,14 @@ class Seen:
             output = output.detach().requires_grad_().clone()
         self._edges.append((module, get_gradient_edge(output)))
         return output
+
+    def agrees(self, other: "Seen") -> bool:
+        """Whether both saw the same, to some roundings."""
+        if self.tokens is not None and other.tokens is not None:
+            return torch.equal(self.tokens, other.tokens)
+        pairs = ((self.inputs, other.inputs), (self.gradients, other.gradients))
+        off = [one.distance(two) for one, two in pairs if one is not None and two is not None]
+        return max(off, default=0.0) <= min(100 * self.rounding, 0.02)
 
     def edges(self) -> list[tuple[nn.Module, GradientEdge]]:
         """Those of the last forward pass, which are then forgotten."""
@@ -68,8 +84,8 @@ class _Elsewhere(TorchFunctionMode):
         self, function: Any, _types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
         found = function(*arguments, **(options or {}))
-        if not self.inside and isinstance(found, Tensor):
-            for one in (*arguments, *(options or {}).values()):
+        if not self.inside and any(isinstance(one, Tensor) for one in leaves(found)):
+            for one in leaves((arguments, options)):
                 for seen in self.weights.get(id(one), ()):
                     seen.elsewhere = True
         return found
@@ -86,11 +102,14 @@ def collect(
 ) -> list[Seen]:
     """Run ``model`` over ``data`` once, in eval mode; what each of ``layers`` saw."""
     device = next(model.parameters()).device
-    seen = [_empty(layer, inputs, gradients, device) for layer in layers]
     whole = terms(loss).whole if gradients else None
-    with watching(model, layers, seen), torch.set_grad_enabled(gradients):
-        for batch in _pieces(data):
-            moved = map_tensors(batch, lambda tensor: tensor.to(device))
+
+    def empty() -> list[Seen]:
+        return [_empty(layer, inputs, gradients, device) for layer in layers]
+
+    def read(batch: Any, seen: Sequence[Seen]) -> None:
+        moved = map_tensors(batch, lambda tensor: tensor.to(device))
+        with watching(model, layers, seen), torch.set_grad_enabled(gradients):
             if whole is None:
                 call_model(model, moved)
             elif loss is None and not isinstance(moved, Mapping):
@@ -100,7 +119,33 @@ def collect(
                 )
             else:
                 _backward(whole(model, moved) * (sample_count(moved) or 1), seen)
-    return seen
+
+    found, cut = empty(), None
+    for batch in _batches(data):
+        count = sample_count(batch) or 1
+        if count > SAMPLES and cut is None:
+            cut = _may_cut(batch, read, empty)
+        for start in range(0, count, SAMPLES if cut else count):
+            read(rows(batch, slice(start, start + SAMPLES)) if cut else batch, found)
+    return found
+
+
+def _may_cut(
+    batch: Any, read: Callable[[Any, Sequence[Seen]], None], empty: Callable[[], list[Seen]]
+) -> bool:
+    """Whether a batch may be read in pieces: whether eight of its samples give what 3 and 5 give.
+
+    Its first dimension may be time, it may be a single sample, or the model may mix samples. Read
+    whole it takes more memory and is right in any case.
+    """
+    together, apart = empty(), empty()
+    try:
+        read(rows(batch, slice(8)), together)
+        for part in (slice(3), slice(3, 8)):
+            read(rows(batch, part), apart)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+    return all(one.agrees(other) for one, other in zip(together, apart, strict=True))
 
 
 @contextmanager
@@ -186,16 +231,8 @@ def finite(triangle: Triangle | None, layer: Layer, what: str) -> Tensor | None:
     return found
 
 
-def _pieces(data: Any) -> Iterator[Any]:
-    """Batches of at most ``SAMPLES`` samples; data are read once and need not be repeatable."""
+def _batches(data: Any) -> Iterable[Any]:
+    """Data are read once and need not be repeatable."""
     if isinstance(data, Tensor):
-        batches: Iterable[Any] = [data]
-    else:
-        batches = data if isinstance(data, Iterator) else as_batches(data, bare=False)
-    for batch in batches:
-        count = sample_count(batch)
-        if count is None:
-            yield batch
-            continue
-        for start in range(0, count, SAMPLES):
-            yield rows(batch, slice(start, start + SAMPLES))
+        return [data]
+    return data if isinstance(data, Iterator) else as_batches(data, bare=False)

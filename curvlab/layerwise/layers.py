@@ -5,7 +5,7 @@ rows are ``[x, 1]``: a bias is the weight of a constant input, and treated as su
 layer is left free. An embedding acts on rows with a single 1: those of the tokens it has seen.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,7 @@ def plain_name(name: str) -> str:
 
 def layers_of(model: nn.Module) -> list[Layer]:
     """The layers of ``model``, in the order of its modules; weights used twice appear once."""
+    _refuse_hidden(model)
     found: dict[int, Layer] = {}
     embeddings: dict[int, Layer] = {}
     biases: dict[int, str] = {}
@@ -95,8 +96,8 @@ def _layer(name: str, module: nn.Module) -> Layer | None:
     if weight is None or "lora_A" in parts or "lora_B" in parts:
         return None
     kind = next((k for k in KINDS if isinstance(module, k)), None)
-    if kind and type(module).forward is not kind.forward and not hasattr(module, "lora_A"):
-        return None  # a subclass that does something else with its weight
+    if kind and not hasattr(module, "lora_A") and _acts_otherwise(module, kind):
+        return None
     bias = f"{prefix}bias" if module._parameters.get("bias") is not None else None
     if isinstance(module, nn.Linear):
         sizes = module.out_features, module.in_features
@@ -112,6 +113,15 @@ def _layer(name: str, module: nn.Module) -> Layer | None:
     else:
         return None
     return Layer((name,), f"{prefix}weight", bias, *sizes)
+
+
+def _acts_otherwise(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a subclass, or who replaced its methods, does something else with the weight."""
+    return any(
+        getattr(getattr(module, name), "__func__", None) is not getattr(kind, name)
+        for name in ("forward", "_conv_forward")
+        if hasattr(kind, name)
+    )
 
 
 def _is_transformers_conv(module: nn.Module) -> bool:
@@ -157,10 +167,25 @@ def _patches(module: nn.Conv1d | nn.Conv2d, images: Tensor) -> Tensor:
     return unfold(images, kernel, dilation, 0, stride).transpose(1, 2)
 
 
-def tied(model: nn.Module) -> Iterator[list[str]]:
-    """The names of every trained parameter that goes by more than one."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            names.setdefault(id(parameter), []).append(name)
-    return (alike for alike in names.values() if len(alike) > 1)
+def _refuse_hidden(model: nn.Module) -> None:
+    """Raise where what a weight does cannot be told from modules and parameters."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{name or 'the model'!r} is a torch.jit module, whose layers cannot be seen: pass "
+                "the module that it was made of"
+            )
+    refuse_one_memory(model.named_parameters())
+
+
+def refuse_one_memory(named: Iterable[tuple[object, Tensor]]) -> None:
+    """Raise if two of the parameters lie in one place: each would be held by itself."""
+    taken: dict[int, object] = {}
+    for name, parameter in named:
+        if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
+            other = taken.setdefault(parameter.data_ptr(), name)
+            if other != name:
+                raise ValueError(
+                    f"parameters {other!r} and {name!r} are two with one memory (tied by .data): "
+                    "an optimizer moves each by itself. Tie them by assigning the parameter"
+                )

@@ -38,6 +38,16 @@ class Triangle:
             self._waiting = [torch.linalg.qr(stacked, mode="r").R]
         return self._waiting[0]
 
+    def distance(self, other: "Triangle") -> float:
+        """How far the Gram matrices lie apart, of the first one's size, by their products with a
+        random vector."""
+        generator = torch.Generator().manual_seed(0)
+        vector = torch.randn(self.width, generator=generator, dtype=torch.float64)
+        one, two = (torch.zeros(self.width, dtype=torch.float64) if found is None
+                    else (found.T @ (found @ vector.to(found.device))).cpu()
+                    for found in (self.whole(), other.whole()))  # fmt: skip
+        return float((one - two).norm() / max(float(one.norm()), 1e-300))
+
 
 def extended_basis(
     basis: Tensor, triangle: Tensor, threshold: float, stored: torch.dtype = torch.float64

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from curvlab.layerwise.spans import extended_basis
 from curvlab.learners.base import Learner
-from curvlab.learners.layer_inputs import InputLayer, input_layers, triangular_inputs
+from curvlab.learners.layer_inputs import InputLayer, input_layers, layer_inputs
 from curvlab.learners.population import Population
 from curvlab.learners.rooms import LARGE, Call, few_threads, product, results, rooms
 from curvlab.learners.seeds import derived_generator
@@ -45,10 +45,13 @@ class GPM(Learner):
 
         select: Parameters that are protected, as in operators (``"body.*"``); the others are free.
 
-    Parameters of other layers (scales and shifts of norms, tokens, positions) are no matrices
-    acting on inputs: they are learned in the first task that uses them and frozen afterwards. A
-    head of one task alone is neither projected nor frozen, for no other task moves it; a layer has
-    rows of the tasks that use it. So GPM's published setting runs, one head per task.
+    Parameters of other layers (scales and shifts of norms, tokens, positions, attention of
+    ``nn.MultiheadAttention``, grouped convolutions, recurrent layers, subclasses with a ``forward``
+    of their own) are no matrices acting on inputs that can be seen: they are learned in the first
+    task that uses them and frozen afterwards, as are weights that are also used outside their
+    layer (tied by hand). A head of one task alone is neither projected nor frozen, for no other
+    task moves it; a layer has rows of the tasks that use it. So GPM's published setting runs, one
+    head per task.
     """
 
     serves_later_tasks = True
@@ -94,7 +97,7 @@ class GPM(Learner):
         shared = {n for n in population.chosen(self.select) if not population.uses.alone(n)}
         slices = population.layout.slices()
         protected = {slices[name].start for name in shared}
-        self._layers = input_layers(population, [name for name in slices if name in shared])
+        self._layers = input_layers(population, shared)
         for layer in self._layers:
             if layer.bias is not None and layer.bias.start not in protected:
                 raise ValueError(
@@ -139,10 +142,13 @@ class GPM(Learner):
         for s, seed in enumerate(population.seeds):
             generator = derived_generator(seed, "gpm", task)
             chosen = subset(samples, min(self.samples, len(samples)), seed=generator)
-            triangles = triangular_inputs(population, s, chosen.inputs, task, self._layers)
-            for bases, triangle, share in zip(self._bases, triangles, thresholds, strict=True):
-                if triangle is not None:
-                    bases[s], _ = extended_basis(bases[s], triangle.cpu(), share)
+            seen = layer_inputs(population, s, chosen.inputs, task, self._layers)
+            for bases, one, share in zip(self._bases, seen, thresholds, strict=True):
+                rows = None if one.inputs is None else one.inputs.whole()
+                if one.elsewhere:  # from now on it stays as it is
+                    bases[s] = torch.eye(bases[s].shape[1], dtype=torch.float64)
+                elif rows is not None:
+                    bases[s], _ = extended_basis(bases[s], rows.cpu(), share)
         self._set_removals(population, task + 1)
         ranks = [[len(bases[s]) for bases in self._bases] for s in range(population.size)]
         size = population.parameters.element_size()

@@ -25,7 +25,7 @@ A step costs a dozen operations on all tensors at once, however many there are, 
 nothing: what was removed is computed when it is asked for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvlab.basis import Basis
+from curvlab.layerwise.layers import refuse_one_memory
 from curvlab.parameters import Selection, select_parameters
 from curvlab.precision import working
 from curvlab.protection.closures import with_closure
@@ -48,11 +49,13 @@ class Protection:
     """
 
     def __init__(
-        self, optimizer: Optimizer, basis: Basis, covered: Sequence[nn.Parameter], gradients: bool
+        self,
+        optimizer: Optimizer,
+        basis: Basis,
+        covered: Callable[[], list[nn.Parameter]],
+        gradients: bool,
     ) -> None:
-        self.basis = basis
-        self._covered = list(covered)
-        self._gradients = gradients
+        self.basis, self._cover, self._gradients = basis, covered, gradients
         self._look(optimizer)
         if not self.parameters:
             raise ValueError(
@@ -71,10 +74,13 @@ class Protection:
         ]
 
     def _look(self, optimizer: Optimizer) -> None:
-        """Which parameters move; groups are added and layers unfrozen at any time."""
+        """Which parameters move; they are replaced, grouped and unfrozen at any time."""
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if trained != getattr(self, "_known", None):
+            self._known, self._covered, self._moving = trained, self._cover(), list[bool]()
+        refuse_one_memory(enumerate(self._covered))
         moving = [id(p) in trained and p.requires_grad for p in self._covered]
-        if moving == getattr(self, "_moving", None):
+        if moving == self._moving:
             return
         self._moving = moving
         self.parameters = [p for p, moves in zip(self._covered, moving, strict=True) if moves]
@@ -209,17 +215,22 @@ class _Room:
 
 def covered_parameters(
     optimizer: Optimizer, model: nn.Module | Iterable[nn.Parameter] | None, select: Selection
-) -> list[nn.Parameter]:
-    """The parameters that a basis covers, in its order."""
+) -> Callable[[], list[nn.Parameter]]:
+    """What gives the parameters that a basis covers, in its order: of a model those it has then."""
     if isinstance(model, nn.Module):
-        return list(select_parameters(model, select).values())
+        names, own = list(select_parameters(model, select)), model
+
+        def of_model() -> list[nn.Parameter]:
+            named = dict(own.named_parameters())
+            return [named[name] for name in names]
+
+        return of_model
     if select is not None:
         raise ValueError("select= names parameters of a model: pass model= as well")
-    if model is not None:
-        return list(model)
-    if len(optimizer.param_groups) > 1:
+    if model is None and len(optimizer.param_groups) > 1:
         raise ValueError(
             f"the optimizer has {len(optimizer.param_groups)} groups of parameters, whose order "
             "need not be that of the basis: pass model="
         )
-    return list(optimizer.param_groups[0]["params"])
+    fixed = list(optimizer.param_groups[0]["params"] if model is None else model)
+    return lambda: fixed

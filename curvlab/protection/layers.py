@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from curvlab.layerwise import LayerBases
+from curvlab.layerwise.layers import refuse_one_memory
 from curvlab.operators.policy import arithmetic, inner
 from curvlab.parameters import Selection, select_parameters
 from curvlab.protection.closures import with_closure
@@ -147,7 +148,8 @@ class LayerProtection:
                         "them every output: put it in eval mode after model.train()"
                     )
         trained = self._moving(optimizer)  # groups are added and layers unfrozen at any time
-        if trained.keys() != self._trained.keys():
+        refuse_one_memory(trained.items())
+        if [*map(id, trained.values())] != [*map(id, self._trained.values())]:
             self._trained = trained
             self.anchor()
         moved = self._versions != [p._version for p in self._trained.values()]

@@ -89,7 +89,7 @@ def protect(
     if free is not None:
         raise ValueError("free= goes with layer bases; parameters outside a basis are free already")
     covered = covered_parameters(optimizer, model, select)
-    _check(memory, covered)
+    _check(memory, covered())
     return Protection(optimizer, memory, covered, before)
 
 
