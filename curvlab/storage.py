@@ -143,6 +143,16 @@ class Pieces:
     shape: tuple[int, ...]
     read: Callable[[], Iterable[Tensor]]
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Pieces":
+        """One that is whole in memory after all."""
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: [tensor])
+
+    def whole(self) -> Tensor:
+        """All parts, read now."""
+        parts = list(self.read())
+        return torch.cat(parts) if parts else torch.zeros(self.shape, dtype=self.dtype)
+
 
 def save_pieces(
     path: str | Path, kind: str, tensors: Mapping[str, Pieces], manifest: Mapping[str, Any]
@@ -354,10 +364,7 @@ def _manifest(path: Path, text: str) -> dict[str, Any]:
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
-    def whole(tensor: Tensor) -> Pieces:
-        return Pieces(tensor.dtype, tuple(tensor.shape), lambda: [tensor])
-
-    return _digest_pieces(text, {name: whole(tensor) for name, tensor in tensors.items()})
+    return _digest_pieces(text, {name: Pieces.of(tensor) for name, tensor in tensors.items()})
 
 
 def _digest_pieces(text: str, tensors: Mapping[str, Pieces]) -> str:

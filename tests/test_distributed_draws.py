@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from curvlab.distributed import ShardedEigenpairs, Shards, join
+from curvlab.distributed import Shards, join
 from curvlab.distributed import shards as module
 from curvlab.distributed.operators import Sharded
 from curvlab.eigen import lanczos
@@ -60,5 +60,5 @@ def test_sharded_pairs_print_as_whole_ones_do():
     matrix = torch.randn(60, 60, generator=generator, dtype=torch.float64)
     with join():
         pairs = lanczos(Sharded(Dense(matrix + matrix.T)), 3)
-        assert isinstance(pairs, ShardedEigenpairs)
+        assert pairs.space.sharded
         assert repr(pairs) == repr(pairs.gather())

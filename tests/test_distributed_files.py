@@ -15,13 +15,12 @@ from curvlab.distributed import (
     DataParallel,
     RankError,
     Sharded,
-    ShardedEigenpairs,
     Shards,
     join,
     launch,
     shard_width,
 )
-from curvlab.eigen import Checkpoint, Room, lanczos
+from curvlab.eigen import Checkpoint, Eigenpairs, Room, lanczos
 from curvlab.operators import Dense, FromFunction
 from curvlab.storage import StorageError
 
@@ -72,6 +71,10 @@ def load_basis(path, group, **options):
     return Basis.load(path, space=Shards.saved(path, group), **options)
 
 
+def load_pairs(path, group):
+    return Eigenpairs.load(path, space=Shards.saved(path, group))
+
+
 def save_all(group, folder):
     for dtype in STORAGE:
         basis = Basis(Shards(N, group), 9, dtype=dtype)
@@ -96,7 +99,7 @@ def load_all(group, folder):
             "segments": [(s.task, s.values) for s in basis.segments],
             "drift": basis.orthogonality(recompute=True).drift,
         }
-    pairs = ShardedEigenpairs.load(folder / "pairs", group=group)
+    pairs = load_pairs(folder / "pairs", group)
     found["pairs"] = {
         "values": pairs.values,
         "vectors": pairs.gather().vectors,
@@ -107,7 +110,8 @@ def load_all(group, folder):
 
 def whole_file(group, folder):
     basis = load_basis(folder / "whole.safetensors", group, capacity=20)
-    return basis.space.gather(basis.rows()), basis.size, basis.capacity
+    pairs = load_pairs(folder / "pairs.safetensors", group)
+    return basis.space.gather(basis.rows()), basis.size, basis.capacity, pairs.gather().vectors
 
 
 def refusals(group, folder):
@@ -121,7 +125,7 @@ def refusals(group, folder):
             said[name] = f"{type(error).__name__}: {error}"
 
     tried("missing", lambda: load_basis(folder / "nowhere", group))
-    tried("kind", lambda: ShardedEigenpairs.load(folder / "basis torch.float32", group=group))
+    tried("kind", lambda: load_pairs(folder / "basis torch.float32", group))
     tried(
         "other n",
         lambda: Shards(N + 1, group).load(folder / "pairs", "sharded eigenpairs"),
@@ -230,8 +234,11 @@ def folders(tmp_path_factory):
     whole = Basis(N, 9)
     whole.extend(torch.randn(4, N, generator=torch.Generator().manual_seed(7)))
     whole.save(one / "whole.safetensors")
+    pairs = lanczos(matrix(), 3)
+    pairs.save(one / "pairs.safetensors")
     found = launch(on_two_ranks, 2, two, one, timeout=100, patience=30)
-    return {"one": one, "two": two, "found": found, "killed": str(killed.value), "whole": whole}
+    return {"one": one, "two": two, "found": found, "killed": str(killed.value), "whole": whole,
+            "vectors": pairs.vectors}  # fmt: skip
 
 
 def same(a, b):
@@ -276,13 +283,20 @@ def test_a_state_that_was_never_finished_does_not_count(folders):
     rest.mkdir()
     (rest / "shard-00000-of-00002.safetensors").write_bytes(b"half of it")
     with join() as group:
-        assert len(ShardedEigenpairs.load(folders["two"] / "pairs", group=group)) == 3
+        assert len(load_pairs(folders["two"] / "pairs", group)) == 3
 
 
-def test_the_file_of_a_whole_basis_can_be_read_in_shards(folders):
-    rows, size, capacity = folders["found"][1]["whole"]
+def test_files_of_whole_vectors_can_be_read_in_shards(folders):
+    rows, size, capacity, vectors = folders["found"][1]["whole"]
     assert torch.equal(rows, folders["whole"].rows())
     assert (size, capacity) == (4, 20)
+    assert torch.equal(vectors, folders["vectors"])
+
+
+def test_a_folder_of_shards_is_not_read_as_whole_vectors_without_saying_so(folders):
+    for load in (Eigenpairs.load, Basis.load):
+        with pytest.raises(StorageError, match=r"space=curvlab.distributed.Shards.saved"):
+            load(folders["two"] / "pairs")
 
 
 def test_a_killed_rank_ends_the_solve_and_is_named(folders):

@@ -14,7 +14,7 @@ from curvlab.operators import GaussNewton, Hessian
 from curvlab.operators.problem import TRIED, Chunk
 from curvlab.operators.products import mlp as engine
 from curvlab.operators.products import mlp_workspace
-from curvlab.operators.products.memory import LiveBytes
+from curvlab.operators.products.sizing import LiveBytes
 from curvlab.parameters import layout_of, select_parameters
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}

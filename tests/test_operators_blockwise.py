@@ -9,9 +9,9 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 import curvlab
 from curvlab.nets import slim_resnet18, vit_cifar
-from curvlab.operators.products import memory
+from curvlab.operators.products import sizing
 from curvlab.operators.products.blocks import find_blocks
-from curvlab.operators.products.memory import LiveBytes
+from curvlab.operators.products.sizing import LiveBytes
 from curvlab.probe import OperatorError
 
 WORDS, WIDTH = 13, 8
@@ -312,8 +312,8 @@ def test_a_budget_that_no_graph_of_one_sample_fits_takes_blocks() -> None:
     batch = torch.randint(WORDS, (2, 200)), torch.randint(WORDS, (2, 200))
     plain = curvlab.Hessian(model, cross_entropy, batch, chunk=1)
     data = sum(t.nbytes for t in batch)
-    room = memory.operator_room(0.0, data, 4 * plain.n, plain.n, 4)
-    budget = (plain.cost.peak(1) / 3 - room) * memory.FRAGMENTED
+    room = sizing.operator_room(0.0, data, 4 * plain.n, plain.n, 4)
+    budget = (plain.cost.peak(1) / 3 - room) * sizing.FRAGMENTED
     small = curvlab.Hessian(model, cross_entropy, batch, budget=budget)
     assert small.engine.startswith("blockwise")
     vector = torch.randn(plain.n)

@@ -16,7 +16,7 @@ from curvlab.operators import (
     Hessian,
     Objective,
 )
-from curvlab.operators.products import choose, memory
+from curvlab.operators.products import choose, sizing
 from curvlab.operators.products.linearise import linearise
 from curvlab.probe import OperatorError
 from tests.dense_truth import relative
@@ -144,7 +144,7 @@ def test_a_budget_decides_how_many_graphs_are_kept_and_the_peak_respects_it():
     assert expected.engine == "retained, 1 chunk(s), 1 kept"
     block = vectors(expected, 2)
     for budget, outcome in BUDGETS.items():
-        with memory.LiveBytes() as live:
+        with sizing.LiveBytes() as live:
             operator = Hessian(model, F.cross_entropy, data, budget=budget)
             product = operator @ block
         assert live.peak <= budget, operator.engine
@@ -155,7 +155,7 @@ def test_a_budget_decides_how_many_graphs_are_kept_and_the_peak_respects_it():
 
 def test_live_bytes_counts_what_is_made_and_forgets_what_is_freed():
     outside = torch.zeros(100)
-    with memory.LiveBytes() as live:
+    with sizing.LiveBytes() as live:
         same = outside.view(10, 10).T
         assert live.live == 0
         a = outside + 1
@@ -172,20 +172,20 @@ def test_live_bytes_counts_what_is_made_and_forgets_what_is_freed():
 
 
 def test_chunk_sizes_follow_the_costs():
-    cost = memory.Cost(kept_fixed=0.0, kept_each=1.0, peak_fixed=0.0, peak_each=2.0)
-    assert memory.chunk_size(100, cost, 1e6) == 100
-    size = memory.chunk_size(100, cost, 120.0)  # everything fits if the working part is small
+    cost = sizing.Cost(kept_fixed=0.0, kept_each=1.0, peak_fixed=0.0, peak_each=2.0)
+    assert sizing.chunk_size(100, cost, 1e6) == 100
+    size = sizing.chunk_size(100, cost, 120.0)  # everything fits if the working part is small
     assert size * -(-100 // size) + size <= 120 + size
-    assert memory.fitting(cost, size, 120.0, -(-100 // size)) == -(-100 // size)
-    size = memory.chunk_size(1000, cost, 100.0)
+    assert sizing.fitting(cost, size, 120.0, -(-100 // size)) == -(-100 // size)
+    size = sizing.chunk_size(1000, cost, 100.0)
     assert cost.peak(size) <= 100.0
-    assert 0 < memory.fitting(cost, size, 100.0, 1000 // size) < 1000 // size
+    assert 0 < sizing.fitting(cost, size, 100.0, 1000 // size) < 1000 // size
     with pytest.raises(ValueError, match="larger budget="):
-        memory.chunk_size(10, memory.Cost(500.0, 1.0, 900.0, 1.0), 100.0)
+        sizing.chunk_size(10, sizing.Cost(500.0, 1.0, 900.0, 1.0), 100.0)
 
 
 def test_free_memory_is_a_sensible_number():
-    assert 2**26 < memory.free_bytes(torch.device("cpu")) < 2**50
+    assert 2**26 < sizing.free_bytes(torch.device("cpu")) < 2**50
 
 
 def test_measuring_chooses_once_and_says_what_it_saw(caplog):

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from curvlab.operators import functions
 from curvlab.operators.functions import Replaced
 from curvlab.operators.products import attention
-from curvlab.operators.products.memory import LiveBytes
+from curvlab.operators.products.sizing import LiveBytes
 
 
 def second(value: Any, inputs: list[Tensor], seed: int = 0) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from curvlab import GaussNewton, Hessian, Objective
 from curvlab.doctor import doctor
 from curvlab.losses import sequence
-from curvlab.operators.products.memory import LiveBytes
+from curvlab.operators.products.sizing import LiveBytes
 from curvlab.probe import OperatorError
 from curvlab.refusals import Refusal, Trap
 from tests.dense_truth import dense_hessian, relative

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from curvlab.operators import EmpiricalFisher, FunctionalHessian, GaussNewton, Hessian
-from curvlab.operators.products.memory import LiveBytes
+from curvlab.operators.products.sizing import LiveBytes
 from curvlab.probe import OperatorError
 
 KINDS = [Hessian, GaussNewton, FunctionalHessian, EmpiricalFisher]

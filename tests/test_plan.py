@@ -13,7 +13,7 @@ from curvlab import GaussNewton, Hessian, lanczos
 from curvlab.basis import basis_bytes
 from curvlab.batches import read
 from curvlab.nets import mlp, slim_resnet18, vit_cifar
-from curvlab.operators.products.memory import Cost
+from curvlab.operators.products.sizing import Cost
 from curvlab.plan import MACHINES, plan, plan_counted, scaled
 from curvlab.plan.cost import Unit, counted, measured
 from curvlab.plan.formulae import communication, memories, products_needed

@@ -9,7 +9,6 @@ from curvlab.distributed.group import Group, Traffic, current, join
 from curvlab.distributed.launch import launch
 from curvlab.distributed.models import fill
 from curvlab.distributed.operators import DataParallel, Sharded
-from curvlab.distributed.pairs import ShardedEigenpairs
 from curvlab.distributed.sharded_models import TensorParallelHessian
 from curvlab.distributed.shards import Shards, shard_width
 from curvlab.distributed.watch import RankError
@@ -20,7 +19,6 @@ __all__ = [
     "Group",
     "RankError",
     "Sharded",
-    "ShardedEigenpairs",
     "Shards",
     "TensorParallelHessian",
     "Traffic",

@@ -8,7 +8,7 @@ its own shard, in pieces: no rank ever holds all columns.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,11 +64,12 @@ def save(
     number = max(group.facts(_newest(path), "saving")) + 1  # ranks may see the folder late
     folder = path / f"state-{number}"
     name = _name(group.rank, group.size)
-    tensors = {**rows, **(others if group.rank == 0 else {})}
+    given = {**rows, **(others if group.rank == 0 else {})}
+    tensors = {n: t if isinstance(t, Pieces) else Pieces.of(t) for n, t in given.items()}
     manifest = {"n": shards.n, "width": shards.width, "facts": dict(facts), "rows": sorted(rows)}
 
     def write() -> None:
-        save_pieces(folder / name, kind, {n: _pieces(t) for n, t in tensors.items()}, manifest)
+        save_pieces(folder / name, kind, tensors, manifest)
 
     group.together(write, f"saving {path}")
     group.together(lambda: _commit(path, kind, shards, number), f"saving {path}")
@@ -96,8 +97,7 @@ def elements(path: str | Path) -> int:
 
 def _load(shards: "Shards", path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with _opened(shards, path, kind) as (tensors, facts):
-        found = {name: torch.cat([_empty(t), *t.read()]) for name, t in tensors.items()}
-    return found, facts
+        return {name: pieces.whole() for name, pieces in tensors.items()}, facts
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def _whole(
     """This rank's columns of a file of whole rows."""
     with open_pieces(path, kind) as (tensors, facts):
         ld = padded(shards.n)
-        widths = {"rows": ld, "scales": -(-ld // BLOCK) * BLOCK}
+        widths = {"rows": ld, "scales": -(-ld // BLOCK) * BLOCK, "vectors": shards.n}
         yield (
             {
                 name: columns(shards, [(0, widths[name], t)]) if name in widths else t
@@ -254,17 +254,3 @@ def _newest(path: Path) -> int:
 
 def _name(rank: int, ranks: int) -> str:
     return f"shard-{rank:05d}-of-{ranks:05d}.safetensors"
-
-
-def _empty(pieces: Pieces) -> Tensor:
-    return torch.zeros((0, *pieces.shape[1:]), dtype=pieces.dtype)
-
-
-def _pieces(tensor: Tensor | Pieces) -> Pieces:
-    if isinstance(tensor, Pieces):
-        return tensor
-    return Pieces(tensor.dtype, tuple(tensor.shape), _once(tensor))
-
-
-def _once(tensor: Tensor) -> Callable[[], list[Tensor]]:
-    return lambda: [tensor]

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from curvlab.distributed import files
 from curvlab.distributed.group import Group, current
-from curvlab.distributed.pairs import ShardedEigenpairs
 from curvlab.distributed.watch import RankError
-from curvlab.eigen.result import Eigenpairs
 from curvlab.storage import Pieces
 
 DRAWN = 1 << 16  # random numbers drawn at a time, a multiple of 16
@@ -250,10 +248,6 @@ class Shards:
     ) -> AbstractContextManager[tuple[dict[str, Pieces], dict[str, Any]]]:
         """This rank's columns of what any number of ranks saved, or of a file of whole rows."""
         return files.open_rows(self, path, kind)
-
-    def result(self, **fields: Any) -> Eigenpairs:
-        """Of a solve, in shards."""
-        return ShardedEigenpairs(shards=self, **fields)
 
     def __repr__(self) -> str:
         share = 100.0 * self.held / self.n

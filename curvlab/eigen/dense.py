@@ -78,6 +78,7 @@ def solve_dense(products: Products, request: Request) -> Eigenpairs:
     judged = judge(values, residuals, tol=tol, relative_to=relative_to, norm=norm, floor=floor)
     good = bool(judged.converged.all())
     return Eigenpairs(
+        space=products.space,
         values=values * products.unit,
         vectors=canonical_signs_(stored),
         residuals=residuals * products.unit,

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvlab.eigen.noise import rounding
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products, orthogonality
-from curvlab.eigen.result import Eigenpairs, Judgement, judge, result_in, tolerances
+from curvlab.eigen.result import Eigenpairs, Judgement, judge, tolerances
 from curvlab.eigen.solver import Ritz, Solver
 from curvlab.operators import Curvature, Dense
 from curvlab.probe import RAGGED, OperatorError
@@ -58,8 +58,8 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
     outcome, reason = _ending(solver, judged, residuals)
     settled = outcome.converged and bool(judged.converged.all())
     device, unit = products.device, products.unit
-    return result_in(
-        products.space,
+    return Eigenpairs(
+        space=products.space,
         values=values.to(device) * unit,
         vectors=products.space.canonical_signs_(stored),
         residuals=residuals.to(device) * unit,

@@ -41,7 +41,7 @@ class SpectralFunction(Operator):
     def __init__(
         self, pairs: "Eigenpairs", function: Function, damping: float, semidefinite: bool
     ) -> None:
-        if pairs.vectors.shape[1] != pairs.n:
+        if pairs.space.sharded:
             raise TypeError("these vectors are in shards: use pairs.gather().function(...)")
         if not (isinstance(damping, int | float) and math.isfinite(damping)):
             raise ValueError(f"damping= is a finite number; got {damping!r}")

@@ -23,7 +23,7 @@ from torch import Tensor
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Deflation, Products, orthogonality
 from curvlab.eigen.request import check_choice, check_numbers, product_budget
-from curvlab.eigen.result import Eigenpairs, judge, result_in
+from curvlab.eigen.result import Eigenpairs, judge
 from curvlab.eigen.selection import order
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
@@ -284,8 +284,8 @@ def _result(
         outcome = Outcome.NOT_SETTLED
         reason = "the stopping rule was met before the residuals were"
     device, stored = products.device, vectors.to(products.operator.dtype).contiguous()
-    return result_in(
-        space,
+    return Eigenpairs(
+        space=space,
         values=values.to(device),
         vectors=space.canonical_signs_(stored),
         residuals=residuals.to(device),

@@ -14,7 +14,7 @@ is also at most ``floor``, and ``reason`` says how many such pairs there are.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ from curvlab.eigen.outcome import Outcome
 from curvlab.html import block, spark
 from curvlab.manifest import COUNT, Shape, require_facts, require_tensors
 from curvlab.probe import Certificate
-from curvlab.rows import Space
-from curvlab.storage import load_tensors, save_tensors
+from curvlab.rows import Space, Whole
+from curvlab.rows.files import refuse_shards
+from curvlab.storage import Pieces, load_tensors
 
 if TYPE_CHECKING:
     from curvlab.eigen.functions import SpectralFunction
@@ -67,7 +68,7 @@ class Eigenpairs:
 
     Attributes:
         values: Shape ``(k,)``, float64, in the order that was asked for.
-        vectors: Shape ``(k, n)``, orthonormal rows.
+        vectors: Shape ``(k, width)``, orthonormal rows; ``width`` is ``n``, but in shards.
         residuals: Shape ``(k,)``, float64, upper bounds of ``||A v - value v||``.
         converged: Shape ``(k,)``, bool.
         complete: Whether no eigenvalue that belongs among these is missing, copies included, except
@@ -89,6 +90,7 @@ class Eigenpairs:
         tol: The tolerance that was asked for.
         relative_to: What ``tol`` multiplies: each pair's own ``"value"``, or the ``"norm"``.
         certificate: The operator's probe at the start; ``None`` if a caller's choice left it out.
+        space: Where the vectors live.
     """
 
     values: Tensor
@@ -111,13 +113,14 @@ class Eigenpairs:
     tol: float
     relative_to: RelativeTo
     certificate: Certificate | None
+    space: Space
 
     def __len__(self) -> int:
         return self.values.shape[0]
 
     @property
     def n(self) -> int:
-        return self.vectors.shape[1]
+        return self.space.n
 
     @property
     def tolerances(self) -> Tensor:
@@ -217,28 +220,48 @@ class Eigenpairs:
         header = ["", "value", "residual", "allowed", "converged"]
         return block(title, header, rows[:10], spark(self.values.tolist()))
 
+    def gather(self) -> "Eigenpairs":
+        """The pairs with whole vectors ``(k, n)``; of shards, every rank calls this."""
+        return replace(self, vectors=self.space.gather(self.vectors), space=Whole(self.n))
+
     def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> Path:
-        """Write to one ``.safetensors`` file with a checksum; see :mod:`curvlab.storage`.
+        """Write one ``.safetensors`` file with a checksum, or a folder of the ranks' shards.
 
         Args:
             about: More facts for the manifest (JSON), such as ``operator.about()``.
         """
         facts = {**self.facts(), "about": dict(about or {})}
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        return save_tensors(path, "eigenpairs", tensors, facts)
+        small = {name: Pieces.of(getattr(self, name)) for name in SMALL}
+        vectors = {"vectors": Pieces.of(self.vectors)}
+        self.space.save_rows(Path(path), "eigenpairs", vectors, small, facts)
+        return Path(path)
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "Eigenpairs":
-        """Read what :meth:`save` wrote."""
-        tensors, manifest = load_tensors(path, "eigenpairs")
-        require_tensors(path, tensors, {**SMALL, "vectors": (None, "k", "n")})
+    def load(
+        cls, path: str | Path, device: torch.device | str = "cpu", *, space: Space | None = None
+    ) -> "Eigenpairs":
+        """Read what :meth:`save` wrote.
+
+        Args:
+            space: By default whole vectors in this process. ``Shards.saved(path)`` reads each
+                rank's columns of what any number of ranks saved, one included.
+        """
+        if space is None:
+            refuse_shards(Path(path))
+            tensors, manifest = load_tensors(path, "eigenpairs")
+        else:
+            with space.open_rows(Path(path), "eigenpairs") as (pieces, manifest):
+                tensors = {name: stored.whole() for name, stored in pieces.items()}
+        width = "n" if space is None else space.width
+        require_tensors(path, tensors, {**SMALL, "vectors": (None, "k", width)})
         placed: dict[str, Any] = {name: tensors[name].to(device) for name in _TENSORS}
-        return cls(**placed, **facts_from(path, manifest))
+        where = Whole(tensors["vectors"].shape[1]) if space is None else space
+        return cls(**placed, **facts_from(path, manifest), space=where)
 
     def facts(self) -> dict[str, Any]:
         """Everything but the tensors, as JSON."""
         facts = {f.name: getattr(self, f.name) for f in fields(Eigenpairs)}
-        facts = {name: fact for name, fact in facts.items() if name not in _TENSORS}
+        facts = {name: fact for name, fact in facts.items() if name not in (*_TENSORS, "space")}
         certificate = certificate_facts(self.certificate)
         return {**facts, "outcome": self.outcome.name, "certificate": certificate}
 
@@ -307,15 +330,3 @@ def certificate_from(facts: dict[str, Any] | None) -> Certificate | None:
 def _some(positions: Sequence[int], most: int = 8) -> str:
     shown = ", ".join(map(str, positions[:most]))
     return shown if len(positions) <= most else f"{shown}, ..."
-
-
-@runtime_checkable
-class Dividing(Protocol):
-    """A space whose vectors are in parts, and so are its results."""
-
-    def result(self, **fields: Any) -> Eigenpairs: ...
-
-
-def result_in(space: Space, **fields: Any) -> Eigenpairs:
-    """The result of a solve whose vectors live in ``space``."""
-    return space.result(**fields) if isinstance(space, Dividing) else Eigenpairs(**fields)

@@ -15,7 +15,7 @@ from curvlab.operators.objective import Loss, Objective, Reduction
 from curvlab.operators.operator import Operator
 from curvlab.operators.policy import BAND, Mode, Precision, arithmetic
 from curvlab.operators.problem import TRIED, Chunk, ChunkSize, Count, Problem
-from curvlab.operators.products import memory
+from curvlab.operators.products import sizing
 from curvlab.operators.products.autograd import Product
 from curvlab.operators.products.choose import Engine, fastest
 from curvlab.operators.products.mlp import MLPProduct
@@ -306,18 +306,18 @@ class Curvature(Operator):
         """What is left of the budget for graphs."""
         problem = self.problem
         if budget is None:
-            budget = memory.default_budget(memory.free_bytes(self.device))
+            budget = sizing.default_budget(sizing.free_bytes(self.device))
         data = sum(t.nbytes for batch in problem.batches.joined for t in tensors(batch))
         copied = sum(t.nbytes for t in (*problem.named().values(), *problem.buffers.values()))
         element = problem.parameters[0].element_size()
-        return memory.operator_room(budget, data, copied, self.n, element)
+        return sizing.operator_room(budget, data, copied, self.n, element)
 
     def _fits(self, tried: Trial) -> bool:
         """Whether one sample fits, or nothing else could be done about it."""
         fits = tried.bound.peak(tried.units) <= self._room or self.cost.peak(1) <= self._room
         return fits or not self.problem.blocks
 
-    def _divide(self, chunk: ChunkSize, bound: memory.Cost) -> None:
+    def _divide(self, chunk: ChunkSize, bound: sizing.Cost) -> None:
         """Cut the data, and settle how many chunks keep their graph.
 
         ``bound`` is what chunks take at most; only where that does not fit is more found out.
@@ -326,17 +326,17 @@ class Curvature(Operator):
         samples = None if problem.whole else problem.batches.samples
         largest = chunk if isinstance(chunk, int) else samples or 1
         count = -(-(samples or len(problem.batches)) // largest)
-        small = memory.fitting(bound, largest, self._room, count) == count
+        small = sizing.fitting(bound, largest, self._room, count) == count
         cost = bound if small else self.cost
         if samples is None:
             size, units = None, 1
         elif isinstance(chunk, int):
             size = units = chunk
         else:
-            size = units = samples if small else memory.chunk_size(samples, cost, self._room)
+            size = units = samples if small else sizing.chunk_size(samples, cost, self._room)
         problem.cut(size)
         chunks = len(problem.chunks)
-        fitting = memory.fitting(cost, units, self._room, chunks)
+        fitting = sizing.fitting(cost, units, self._room, chunks)
         self._keep = 0 if self._engine == "rebuilt" else fitting
         self._kept: dict[int, Product] = {}
         if self._engine not in ("mlp", "rebuilt") and fitting < chunks:
@@ -349,7 +349,7 @@ class Curvature(Operator):
         log.info("%s: %s", type(self).__name__, self.engine)
 
     @cached_property
-    def cost(self) -> memory.Cost:
+    def cost(self) -> sizing.Cost:
         """Bytes of a chunk by its number of samples, measured on small ones."""
         problem = self.problem
         samples = None if problem.whole else problem.batches.samples
@@ -365,4 +365,4 @@ class Curvature(Operator):
 
         with arithmetic(self.device, problem.precision):
             most = 1 if samples is None else sample_count(largest) or 1
-            return memory.measure(run, most, self._room)
+            return sizing.measure(run, most, self._room)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 from curvlab.batches import rows, sample_count
 from curvlab.operators.policy import arithmetic
 from curvlab.operators.problem import TRIED, Chunk
-from curvlab.operators.products import memory
+from curvlab.operators.products import sizing
 from curvlab.operators.products.autograd import Product
 from curvlab.operators.verify import MARGIN, require_finite_loss
 from curvlab.probe import Certificate, OperatorError, probe
@@ -47,7 +47,7 @@ class Trial:
     product: Product
     vector: Tensor  # random signs, (n,)
     image: Tensor
-    bound: memory.Cost
+    bound: sizing.Cost
     units: int  # samples, or 1 for a whole batch
 
 
@@ -90,17 +90,17 @@ def _attempt(operator: "Curvature") -> Trial:
 
 def _measured(
     operator: "Curvature", chunk: Chunk, vector: Tensor, units: int
-) -> tuple[Product, Tensor, memory.Cost]:
+) -> tuple[Product, Tensor, sizing.Cost]:
     """The chunk's product, its image of ``vector``, and what chunks take, at most."""
     if operator.plan is not None and operator._engine == "mlp":
         # Counting every tensor takes longer than the product, and the layers tell as much.
         product = operator._build(chunk)
         return product, product(vector[None])[0], operator.plan.cost(operator.dtype.itemsize)
-    with memory.LiveBytes() as live:
+    with sizing.LiveBytes() as live:
         product = operator._build(chunk)
         kept = live.live
         image = product(vector[None])[0]
-    return product, image, memory.Cost(0.0, kept / units, 0.0, live.peak / units)
+    return product, image, sizing.Cost(0.0, kept / units, 0.0, live.peak / units)
 
 
 def _constant_rows(operator: "Curvature") -> Iterator[slice]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from curvlab.batches import read
 from curvlab.operators import Curvature, Hessian, Objective
-from curvlab.operators.products.memory import (
+from curvlab.operators.products.sizing import (
     FRAGMENTED,
     LIBRARIES,
     chunk_size,

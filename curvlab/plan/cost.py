@@ -18,7 +18,7 @@ from curvlab.eigen import lanczos
 from curvlab.operators import Curvature, FromFunction
 from curvlab.operators.objective import terms
 from curvlab.operators.products.autograd import kept
-from curvlab.operators.products.memory import Cost, measure
+from curvlab.operators.products.sizing import Cost, measure
 from curvlab.parameters import Selection, layout_of, select_parameters
 from curvlab.plan.formulae import products_needed
 from curvlab.refusals import Refusal, Trap

@@ -37,8 +37,7 @@ def save(rows: "Rows", path: str | Path, facts: Mapping[str, Any]) -> Path:
     tensors = {"rows": Pieces(rows.dtype, (rows.size, store.ld), stored)}
     if rows.dtype in LEVELS:
         tensors["scales"] = Pieces(torch.float32, (rows.size, -(-store.ld // BLOCK)), scales)
-    gram = rows.gram
-    others = {"gram": Pieces(torch.float64, tuple(gram.shape), lambda: [gram])}
+    others = {"gram": Pieces.of(rows.gram)}
     rows.space.save_rows(path, rows.kind, tensors, others, {"capacity": rows.capacity, **facts})
     return path
 
@@ -90,17 +89,22 @@ def _opened(
         with space.open_rows(path, kind) as (tensors, facts):
             yield space, tensors, facts
         return
-    if path.is_dir():
-        raise StorageError(
-            f"{path} is a folder of shards: pass space=curvlab.distributed.Shards.saved(path) on "
-            "every rank of a job, be it one"
-        )
+    refuse_shards(path)
     with open_pieces(path, kind) as (tensors, facts):
         try:
             whole = Whole(_whole_number(facts, "n"))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StorageError(f"{path} does not describe a {kind}: {error}") from error
         yield whole, tensors, facts
+
+
+def refuse_shards(path: Path) -> None:
+    """Raise if ``path`` is a folder, where a file of whole vectors is to be read."""
+    if path.is_dir():
+        raise StorageError(
+            f"{path} is a folder of shards: pass space=curvlab.distributed.Shards.saved(path) on "
+            "every rank of a job, be it one"
+        )
 
 
 def _whole_number(facts: Mapping[str, Any], name: str) -> int:
@@ -130,7 +134,7 @@ def _described(width: int, tensors: dict[str, Pieces]) -> tuple[int, torch.dtype
 
 
 def _gram(stored: Pieces) -> Tensor:
-    gram = torch.cat([torch.zeros(0, stored.shape[0], dtype=torch.float64), *stored.read()])
+    gram = stored.whole()
     if not bool(gram.isfinite().all()) or int(torch.linalg.cholesky_ex(gram).info) != 0:
         raise ValueError("its Gram matrix is not positive definite")
     return gram

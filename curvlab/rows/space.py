@@ -75,6 +75,10 @@ class Space(Protocol):
         """Write the vector of which ``held`` ``(width,)`` is here into whole ``tensors``."""
         ...
 
+    def gather(self, held: Tensor) -> Tensor:
+        """Whole vectors ``(n,)`` or ``(b, n)`` of what is held here."""
+        ...
+
     def normal(self, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A standard normal vector ``(width,)``, on the CPU."""
         ...
@@ -173,6 +177,9 @@ class Whole:
         parts = torch.split(held, [tensor.numel() for tensor in tensors])
         shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         torch._foreach_copy_(list(tensors), shaped)
+
+    def gather(self, held: Tensor) -> Tensor:
+        return held
 
     def normal(self, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         return torch.randn(self.n, generator=generator, dtype=dtype)

@@ -19,7 +19,7 @@ import torch
 from curvlab.basis import Basis
 from curvlab.cli.load import load_weights
 from curvlab.cli.parser import UsageError
-from curvlab.distributed import ShardedEigenpairs, Shards, join
+from curvlab.distributed import Shards, join
 from curvlab.distributed.operators import Sharded
 from curvlab.eigen import Checkpoint, Density, Eigenpairs, Room, lanczos
 from curvlab.learners import SGDDagger
@@ -119,8 +119,8 @@ def _shards(folder: Path) -> Path:
 
 def _sharded(path: Path) -> Any:
     with join():
-        found = ShardedEigenpairs.load(path.parent.parent)
-        assert isinstance(found.shards, Shards)
+        folder = path.parent.parent
+        found = Eigenpairs.load(folder, space=Shards.saved(folder))
         return _fields(found, "values", "vectors")
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 
 from curvlab.operators.functions import curve, excess
-from curvlab.operators.products import memory
+from curvlab.operators.products import sizing
 
 # Elementwise, without parameters or randomness, and with a right double backward in torch.
 PIECEWISE_LINEAR: tuple[type[nn.Module], ...] = (
@@ -134,13 +134,13 @@ class MLPPlan:
     flatten: bool
     n: int
 
-    def cost(self, element: int) -> memory.Cost:
+    def cost(self, element: int) -> sizing.Cost:
         """Bytes of a product with one vector, at most; ``element`` is the size of a number."""
         # Per sample and unit: inputs, signals, slopes and bends are kept, and three tangents; the
         # rest is what autograd holds while it differentiates an activation.
         units = sum(layer.inputs + layer.outputs for layer in self.layers)
         kept, each = 2.0 * self.n * element, 12.0 * units * element
-        return memory.Cost(kept, each, 3.0 * kept, each)
+        return sizing.Cost(kept, each, 3.0 * kept, each)
 
     def fits(self, inputs: object, targets: object, dtype: torch.dtype) -> bool:
         """Whether this data is what the plan's formulas are for.
