@@ -105,7 +105,7 @@ def measure(size: Size, energy: float, rounds: int, threads: int) -> list[Row]:
     note("AdamW, protected", "leak", "of the weights", [leak])
     note("AdamW, protected", "kept", "MB", [bases.bytes / 1e6])
     note("AdamW, protected", "room", "MB", [handle.bytes / 1e6])
-    held = [len(one.into) / one.into.width for one in bases.layers.values() if one.into]
+    held = [len(one.into) / one.into.n for one in bases.layers.values() if one.into]
     note("AdamW, protected", "rows held", "of the width", held)
     if not leak <= WRONG:
         raise AssertionError(f"a protected step leaves {leak:.1e} along the bases: do not time it")

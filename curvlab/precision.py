@@ -4,7 +4,7 @@
 dtype     certified         given                                        rounding
 ========  ================  ===========================================  =============
 float64   1e-13             1e-10                                        none
-float32   1e-6              1e-4                                         none
+float32   1e-6              1e-4                                         1e-6
 narrower  0.1               3e-2 (as given, before they are put right)   see ROUNDING
 ========  ================  ===========================================  =============
 
@@ -44,4 +44,4 @@ def given_limit(dtype: torch.dtype) -> float:
 
 def least_share(dtype: torch.dtype) -> float:
     """What must be left of a vector to be more than the rounding of rows stored as ``dtype``."""
-    return ROUNDING.get(dtype, 0.0)
+    return {torch.float32: 1e-6, **ROUNDING}.get(dtype, 0.0)

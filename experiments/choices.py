@@ -112,7 +112,9 @@ LEARNER_VERSIONS = {
     "SpaceNet": "published",
     "SpaceNet-pixels": "published",
     # duty over what was seen, boost that decays
-    "k-winners": "published",
+    # and, as in GPM, rows that are orthonormalised as those of all memories: other roundings
+    "k-winners": "published, rows",
+    "GPM": "rows",
 }
 
 STACKED = "2"  # since seeds of an MLP side by side are the same bits as alone

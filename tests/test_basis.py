@@ -324,3 +324,29 @@ def test_bytes_follow_the_dtype():
     basis.extend(torch.eye(3, 1000))
     assert basis.bytes == basis_bytes(1000, 3, torch.int8) == 3 * (1008 + 4 * 16) + 2 * 8 * 9
     assert largest_basis(n, 100) == 0
+
+
+def test_the_rounding_of_float32_rows_is_no_direction_of_its_own_to_a_float64_basis(generator):
+    fine = Basis(50, 50, dtype=torch.float64)
+    fine.extend(draw(generator, 5, 50, dtype=torch.float64))
+    coarse = Basis(50, 50)
+    coarse.extend(fine.rows().float())
+    assert not bool(fine.merge(coarse).any())
+    assert fine.size == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_a_copy_has_the_same_bits_and_memory_of_its_own(dtype, generator):
+    basis = Basis(70, 9, dtype=dtype)
+    basis.extend(draw(generator, 4, 70), task="first", values=[4.0, 3.0, 2.0, 1.0])
+    other = basis.copy()
+    assert torch.equal(other.rows(), basis.rows())
+    assert torch.equal(other.gram, basis.gram)
+    assert other.segments == basis.segments
+    other.extend(draw(generator, 2, 70), task="second")
+    assert (basis.size, other.size) == (4, 6)
+    if dtype.is_floating_point and dtype.itemsize >= 4:
+        again = Basis.exactly(other.rows(), 9)
+        assert torch.equal(again.rows(), other.rows())
+        assert again.orthogonality().passed
+        assert again.extend(draw(generator, 1, 70)).all()

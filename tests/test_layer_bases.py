@@ -12,7 +12,7 @@ import curvlab
 from curvlab import LayerBases, StorageError, layer_bases
 from curvlab.layerwise import layers_of
 from curvlab.layerwise.layers import input_rows, output_rows
-from curvlab.layerwise.spans import Triangle, extended_basis
+from curvlab.layerwise.spans import Triangle, extend_to_share
 from curvlab.losses import sequence
 from curvlab.nets import gpt
 
@@ -74,8 +74,8 @@ def test_rows_are_orthonormal_and_the_fewest_that_hold_the_energy(energy, dtype)
         ones = inputs.new_ones(len(inputs), 1)
         arrived = torch.cat([inputs, ones], 1) if layer.bias else inputs
         for data, one in ((arrived, layer.into), (truth.gradients[name], layer.back)):
-            rows, data = one.rows.double(), data.double()
-            assert one.rows.dtype == dtype
+            rows, data = one.rows().double(), data.double()
+            assert one.dtype == dtype
             assert float((rows @ rows.T - torch.eye(len(rows))).abs().max()) <= LIMIT[dtype]
             # the product of both sides is to hold the energy, so each holds its square root
             assert share(rows[:-1], data) < energy**0.5 <= share(rows, data) + 1e-6
@@ -90,7 +90,7 @@ def test_the_result_does_not_depend_on_how_data_are_cut_or_whether_they_can_be_r
         other = layer_bases(model, data, energy=0.9)
         for name, layer in whole.layers.items():
             if layer.into is not None:
-                one, two = layer.into.rows, other.layers[name].into.rows
+                one, two = layer.into.rows(), other.layers[name].into.rows()
                 assert one.shape == two.shape
                 assert float(torch.linalg.svdvals(one @ two.T).min()) >= 1 - 1e-10
 
@@ -121,7 +121,7 @@ def test_the_model_is_as_it_was_gradients_and_modes_included():
     model.requires_grad_(False)
     again = layer_bases(model, batch, side="both", loss=cross_entropy)
     for name, layer in first.layers.items():  # a frozen model sends the same gradients back
-        assert torch.equal(layer.back.rows, again.layers[name].back.rows)
+        assert torch.equal(layer.back.rows(), again.layers[name].back.rows())
 
 
 CONVOLUTIONS = {
@@ -153,8 +153,9 @@ def test_later_tasks_extend_what_earlier_ones_hold():
     grown = 0
     for name, old in before.items():
         new = bases.layers[name].into
-        assert torch.equal(new.rows[: len(old.into)], old.into.rows)
-        assert float((new.rows @ new.rows.T - torch.eye(len(new))).abs().max()) <= 1e-13
+        rows = new.rows()
+        assert torch.equal(rows[: len(old.into)], old.into.rows())
+        assert float((rows @ rows.T - torch.eye(len(new))).abs().max()) <= 1e-13
         grown += len(new) - len(old.into)
         assert [s.task for s in new.segments] == ["first", "second"][: len(new.segments)]
         assert len(new.values) == len(new)
@@ -222,7 +223,7 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path, side):
             one, two = getattr(layer, part), getattr(other, part)
             assert (one is None) == (two is None)
             if one is not None:
-                assert torch.equal(one.rows, two.rows)
+                assert torch.equal(one.rows(), two.rows())
                 assert one.segments == two.segments
         assert (layer.tokens is None) == (other.tokens is None)
         assert layer.tokens is None or torch.equal(layer.tokens, other.tokens)
@@ -239,7 +240,8 @@ def test_merged_bases_span_both_and_know_their_tasks():
             continue
         merged = one.layers[name].into
         for part in pair:
-            torch.testing.assert_close(part.rows @ merged.rows.T @ merged.rows, part.rows)
+            rows, whole = part.rows(), merged.rows()
+            torch.testing.assert_close(rows @ whole.T @ whole, rows)
         assert len(merged) <= len(pair[0]) + len(pair[1])
         assert {s.task for s in merged.segments} <= {"one", "two"}
         energy = float(merged.values.sum())
@@ -247,7 +249,7 @@ def test_merged_bases_span_both_and_know_their_tasks():
     changes = one.changes
     one.merge(two)
     assert one.changes > changes
-    assert all(len(a.into) <= a.into.width for a in one.layers.values() if a.into is not None)
+    assert all(len(a.into) <= a.into.n for a in one.layers.values() if a.into is not None)
 
 
 def test_bases_of_other_models_or_sides_are_not_merged():
@@ -343,9 +345,10 @@ def test_an_energy_of_zero_holds_nothing_and_of_one_every_input():
     model = nn.Sequential(nn.Linear(6, 3)).double()
     data = numbers(4, 6, dtype=torch.float64)
     assert len(layer_bases(model, data, energy=0.0).layers["0.weight"].into) == 0
-    rows = layer_bases(model, data, energy=1.0).layers["0.weight"].into.rows
+    rows = layer_bases(model, data, energy=1.0).layers["0.weight"].into.rows()
     assert len(rows) == 4
     stored = torch.cat([data, torch.ones(4, 1)], 1)
     torch.testing.assert_close(stored @ rows.T @ rows, stored)
-    empty = torch.zeros(0, 7, dtype=torch.float64)
-    assert len(extended_basis(empty, torch.zeros(3, 7, dtype=torch.float64), 0.99)[0]) == 0
+    empty = curvlab.Basis(7, 7, dtype=torch.float64)
+    extend_to_share(empty, torch.zeros(3, 7, dtype=torch.float64), 0.99)
+    assert len(empty) == 0

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from curvlab.layerwise.spans import extended_basis
+from curvlab.basis import Basis
+from curvlab.layerwise.spans import extend_to_share
 from curvlab.learners import GPM, population_of
 from curvlab.learners.seeds import derived_generator
 from curvlab.tasks.samples import subset
@@ -101,33 +102,38 @@ def test_gpm_counts_directions_by_the_whole_energy_from_the_first_task_on():
     generator = torch.Generator().manual_seed(4)
     scales = 0.7 ** torch.arange(12, dtype=torch.float64)
     rows = torch.randn(40, 12, generator=generator, dtype=torch.float64) * scales
-    empty = torch.zeros(0, 12, dtype=torch.float64)
+
+    def extended(basis, data, threshold):
+        found = Basis.exactly(basis, 12)
+        extend_to_share(found, data, threshold)
+        return found.rows()
 
     def share(basis, data):
         return float((data @ basis.T).square().sum() / data.square().sum())
 
+    empty = torch.zeros(0, 12, dtype=torch.float64)
     for threshold in (0.5, 0.9, 0.99, 0.9999):
-        first = extended_basis(empty, rows, threshold)[0]
+        first = extended(empty, rows, threshold)
         assert share(first, rows) >= threshold > share(first[:-1], rows)
     later = torch.randn(30, 12, generator=generator, dtype=torch.float64) * scales
-    first = extended_basis(empty, rows, 0.8)[0]
+    first = extended(empty, rows, 0.8)
     assert share(first, later) < 0.97  # of the whole energy, not of what the basis misses
-    second = extended_basis(first, later, 0.97)[0]
+    second = extended(first, later, 0.97)
     assert torch.equal(second[: len(first)], first)
     assert share(second, later) >= 0.97 > share(second[:-1], later)
-    assert torch.equal(
-        extended_basis(first, later, 0.5)[0], first
-    )  # held already: nothing is added
-    full = extended_basis(second, torch.eye(12, dtype=torch.float64), 1.0)[0]
+    assert torch.equal(extended(first, later, 0.5), first)  # held already: nothing is added
+    full = extended(second, torch.eye(12, dtype=torch.float64), 1.0)
     assert len(full) == 12
-    assert len(extended_basis(full, rows, 1.0)[0]) == 12  # never more than the width
+    assert len(extended(full, rows, 1.0)) == 12  # never more than the width
     assert float((full @ full.T - torch.eye(12)).abs().max()) <= 1e-12
 
 
 def test_gpm_keeps_every_real_direction_at_threshold_one():
     rows = torch.zeros(5, 6, dtype=torch.float64)
     rows[0, 0], rows[1, 1], rows[2, 2] = 1.0, 1e-6, 1e-12
-    assert len(extended_basis(torch.zeros(0, 6, dtype=torch.float64), rows, 1.0)[0]) == 3
+    found = Basis(6, 6, dtype=torch.float64)
+    extend_to_share(found, rows, 1.0)
+    assert len(found) == 3
 
 
 def test_thresholds_may_depend_on_layer_or_task():

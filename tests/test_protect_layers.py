@@ -258,9 +258,9 @@ def test_the_change_of_a_layer_is_the_projected_change_to_rounding(side, energy)
         change, wanted = joined(found) - joined(before), joined(free) - joined(before)
         inside = wanted
         if layer.into is not None:
-            inside = inside @ layer.into.rows.T @ layer.into.rows
+            inside = inside @ layer.into.rows().T @ layer.into.rows()
         if layer.back is not None:
-            inside = layer.back.rows.T @ layer.back.rows @ inside
+            inside = layer.back.rows().T @ layer.back.rows() @ inside
         torch.testing.assert_close(change, wanted - inside, rtol=1e-9, atol=1e-13)
 
 
@@ -347,7 +347,7 @@ def test_half_precision_weights_follow_a_float32_copy_whose_leak_does_not_add_up
     now = {n: p.detach().float() for n, p in model.named_parameters()}
     weight, last = now[name], name.replace("weight", "bias")
     change = torch.cat([weight - before[name], (now[last] - before[last])[:, None]], 1)
-    rows = bases.layers[name].into.rows
+    rows = bases.layers[name].into.rows()
     assert float((change @ rows.T).norm()) <= unit * float(weight.norm())
     assert float(change.norm()) > 20 * unit * float(weight.norm()), "it still learns"
 
@@ -448,7 +448,7 @@ def test_adapters_are_zero_on_stored_inputs_from_the_start_and_stay_so(when):
     assert still <= STILL[torch.float64]
     assert learned > LEARNED
     assert handle.held == ()
-    rows = bases.layers[f"blocks.0.attend.{'layer.' if when == 'after' else ''}weight"].into.rows
+    rows = bases.layers[f"blocks.0.attend.{'layer.' if when == 'after' else ''}weight"].into.rows()
     adapter = model.blocks[0].attend
     assert float((adapter.lora_A @ rows[:, :24].T).norm()) <= 1e-12 * float(adapter.lora_A.norm())
 
@@ -469,7 +469,7 @@ def test_adapters_under_output_bases_are_held_by_b():
     trained = [p for p in model.parameters() if p.requires_grad]
     _, learned, _ = run(model, torch.optim.AdamW(trained, 1e-2), bases)
     assert learned > 1e-3
-    rows = bases.layers["blocks.0.attend.weight"].back.rows
+    rows = bases.layers["blocks.0.attend.weight"].back.rows()
     adapter = model.blocks[0].attend
     assert float((rows @ adapter.lora_B).norm()) <= 1e-12 * float(adapter.lora_B.norm())
 

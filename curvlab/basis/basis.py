@@ -34,6 +34,12 @@ class Basis(Rows):
             else (*self._segments, Segment("", known, self.size))
         )
 
+    @property
+    def values(self) -> Tensor:
+        """The eigenvalues of all rows that have one, float64."""
+        known = [value for segment in self.segments for value in segment.values]
+        return torch.tensor(known, dtype=torch.float64)
+
     def _repr_html_(self) -> str:
         """In a notebook: what its rows protect, and their eigenvalues as bars."""
         rows = [
@@ -45,12 +51,13 @@ class Basis(Rows):
             ]
             for part in self.segments
         ]
-        values = [value for part in self.segments for value in part.values]
         title = (
             f"{type(self).__name__}: {self.size} of {self.capacity} rows, n = {self.n:,}, "
             f"{self.dtype}, {self.bytes / 1e6:.1f} MB"
         )
-        return block(title, ["task", "rows", "step", "largest value"], rows, spark(values))
+        return block(
+            title, ["task", "rows", "step", "largest value"], rows, spark(self.values.tolist())
+        )
 
     def append(
         self, vector: Tensor, *, task: str = "", step: int | None = None, value: float | None = None

@@ -29,10 +29,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from curvlab.basis import Basis
 from curvlab.layerwise import files
 from curvlab.layerwise.collect import Seen, collect, finite
 from curvlab.layerwise.layers import Layer, layers_of
-from curvlab.layerwise.subspace import Subspace
+from curvlab.layerwise.spans import extend_to_share
 from curvlab.operators.objective import Loss, Objective
 from curvlab.operators.policy import inner
 from curvlab.parameters import Selection, select_parameters
@@ -54,15 +55,14 @@ class LayerBasis:
     outputs: int
     inputs: int
     bias: bool
-    into: Subspace | None = None
-    back: Subspace | None = None
+    into: Basis | None = None
+    back: Basis | None = None
     tokens: Tensor | None = None
 
     @property
     def bytes(self) -> int:
-        kept = [one.rows for one in (self.into, self.back) if one is not None]
-        kept += [] if self.tokens is None else [self.tokens]
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        rows = sum(one.bytes for one in (self.into, self.back) if one is not None)
+        return rows + (0 if self.tokens is None else self.tokens.numel())
 
     def same_shape(self, other: "LayerBasis") -> bool:
         """Whether both are of one layer."""
@@ -170,7 +170,7 @@ class LayerBases:
         lines = [f"LayerBases(side={self.side!r}, {self.bytes / 1e6:.2f} MB)"]
         for name, layer in self.layers.items():
             held = [
-                f"{what} {len(one)}/{one.width}"
+                f"{what} {len(one)}/{one.n}"
                 for what, one in (("inputs", layer.into), ("gradients", layer.back))
                 if one is not None
             ]
@@ -262,17 +262,34 @@ def _extended(
         return known
     old = known or shape
     if seen.inputs is not None:
-        before = old.into or Subspace.empty(layer.width, dtype)
-        shape.into = before if into is None else before.extended(into, share, task)
+        shape.into = _grown(old.into, layer.width, dtype, into, share, task)
     if seen.gradients is not None:
-        before = old.back or Subspace.empty(layer.outputs, dtype)
-        shape.back = before if back is None else before.extended(back, share, task)
+        shape.back = _grown(old.back, layer.outputs, dtype, back, share, task)
     return shape
 
 
+def _grown(
+    known: Basis | None,
+    width: int,
+    dtype: torch.dtype,
+    triangle: Tensor | None,
+    share: float,
+    task: str,
+) -> Basis:
+    """A copy of what is known with what ``triangle`` adds: who fails half-way changed nothing."""
+    basis = Basis(width, width, dtype=dtype) if known is None else known.copy()
+    if triangle is not None:
+        extend_to_share(basis, triangle.cpu(), share, task=task)
+    return basis
+
+
 def _merged(ours: LayerBasis, theirs: LayerBasis) -> LayerBasis:
-    def union(one: Subspace | None, two: Subspace | None) -> Subspace | None:
-        return one if two is None else two if one is None else one.merged(two)
+    def union(one: Basis | None, two: Basis | None) -> Basis | None:
+        if one is None or two is None:
+            return one if two is None else two
+        both = one.copy()
+        both.merge(two)
+        return both
 
     tokens = ours.tokens
     if tokens is not None and theirs.tokens is not None:

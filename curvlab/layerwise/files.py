@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from curvlab_kernels.checks import WORKING
 from torch import Tensor
 
+from curvlab.basis import Basis
 from curvlab.basis.segments import to_json
-from curvlab.layerwise.subspace import Subspace, checked
 from curvlab.storage import StorageError, load_tensors, save_tensors
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def save(bases: "LayerBases", path: str | Path) -> Path:
         }
         for part, one in (("into", layer.into), ("back", layer.back)):
             if one is not None:
-                tensors[f"{number}/{part}"] = one.rows
+                tensors[f"{number}/{part}"] = one.rows()
                 facts[part] = to_json(one.segments)
         if layer.tokens is not None:
             tensors[f"{number}/tokens"] = layer.tokens
@@ -72,6 +73,17 @@ def _layer(
     kept = {"inputs": ("into",), "outputs": ("back",), "both": ("into", "back")}[side]
     for part in kept:
         width = inputs + bias if part == "into" else outputs
-        found: Subspace = checked(tensors.pop(f"{number}/{part}"), width, facts[part])
-        parts[part] = found
+        parts[part] = _basis(tensors.pop(f"{number}/{part}"), width, facts[part])
     return name, parts
+
+
+def _basis(rows: Tensor, width: int, segments: Any) -> Basis:
+    """What a file says; raises ``ValueError`` unless it is orthonormal rows of ``width``."""
+    if rows.dim() != 2 or rows.shape[1] != width or len(rows) > width or rows.dtype not in WORKING:
+        raise ValueError(f"rows {tuple(rows.shape)} of {rows.dtype} do not fit a width of {width}")
+    basis = Basis.exactly(rows, width)
+    basis.orthogonality().require()
+    basis._recall({"segments": segments})
+    if len(basis.values) != len(rows):
+        raise ValueError("a segment has no energies")
+    return basis

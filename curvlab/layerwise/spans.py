@@ -9,6 +9,8 @@ largest are still seen.
 import torch
 from torch import Tensor
 
+from curvlab.basis import Basis
+
 COARSE = 0.9999  # share of energy up to which a Gram matrix tells directions well enough
 
 
@@ -49,56 +51,55 @@ class Triangle:
         return float((one - two).norm() / max(float(one.norm()), 1e-300))
 
 
-def extended_basis(
-    basis: Tensor, triangle: Tensor, threshold: float, stored: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
-    """Add the fewest directions with which the basis holds ``threshold`` of the rows' energy.
+def extend_to_share(
+    basis: Basis,
+    triangle: Tensor,
+    share: float,
+    *,
+    task: str = "",
+    rounded: torch.dtype | None = None,
+) -> None:
+    """Add the fewest directions with which ``basis`` holds ``share`` of the rows' energy.
 
     The share counts the whole energy of the rows: what the basis already holds, plus what is
     added. The first task follows the same rule (GPM's public code stops one direction short there).
 
     Args:
-        basis: Orthonormal rows ``(r, width)``, float64; ``r`` may be 0.
+        basis: Of ``width`` elements; may be empty. What is added has its energy for a value.
         triangle: Any matrix ``(m, width)`` with the Gram matrix of the input rows, float64.
-        threshold: In [0, 1]; 1 keeps every direction that rounding can tell from zero.
-        stored: How the rows of ``basis`` are kept. In float32 they are off by its rounding, and
-            what that leaves of rows they hold is no direction of its own.
-
-    Returns:
-        Orthonormal rows ``(r', width)``, ``r <= r' <= width``, the first ``r`` being ``basis``; and
-        the energy along each of those that were added ``(r' - r,)``.
+        share: In [0, 1]; 1 keeps every direction that rounding can tell from zero.
+        task: Kept as provenance.
+        rounded: A dtype that the rows went through, by default that of ``basis``. In float32 they
+            are off by its rounding, and what that leaves of rows they hold is no direction.
     """
     total = float(triangle.square().sum())
-    rest = triangle - (triangle @ basis.T) @ basis
-    rest = rest - (rest @ basis.T) @ basis  # twice is enough
-    values, directions = _leading(rest, threshold)
+    rest = triangle.clone(memory_format=torch.contiguous_format)
+    for _ in range(2):  # twice is enough
+        basis.project_out_(rest)
+    values, directions = _leading(rest, share)
     rounding = float(torch.finfo(torch.float64).eps) * max(triangle.shape)
-    if stored != torch.float64:
-        rounding = max(rounding, 2 * float(torch.finfo(stored).eps))
-    noise = rounding * total**0.5
-    real = int((values > noise).sum())
+    if (rounded or basis.dtype) != torch.float64:
+        rounding = max(rounding, 2 * float(torch.finfo(torch.float32).eps))
+    real = int((values > rounding * total**0.5).sum())
     held = total - float(rest.square().sum())
     reached = held + values.square().cumsum(0)
     missing = 0
-    # the sum of all squares may miss the total by rounding, and a threshold of 1 asks for it all
-    if threshold >= 1.0:
+    # the sum of all squares may miss the total by rounding, and a share of 1 asks for it all
+    if share >= 1.0:
         missing = real
-    elif held < threshold * total:
-        missing = min(int((reached < threshold * total).sum()) + 1, real)
-    missing = min(missing, basis.shape[1] - len(basis))
-    added = directions[:missing]
-    added = added - (added @ basis.T) @ basis
-    rows = torch.cat([basis, torch.linalg.qr(added.T).Q.T])
-    return rows, values[:missing].square()
+    elif held < share * total:
+        missing = min(int((reached < share * total).sum()) + 1, real)
+    missing = min(missing, basis.n - basis.size)
+    basis.extend(directions[:missing], task=task, values=values[:missing].square())
 
 
-def _leading(matrix: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def _leading(matrix: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """Singular values, largest first, and right singular vectors as rows.
 
     The eigenvectors of the Gram matrix take a quarter of the time. They lose directions 1e-8 below
-    the largest, whose energy is beyond what a threshold clearly below 1 asks for.
+    the largest, whose energy is beyond what a share clearly below 1 asks for.
     """
-    if threshold > COARSE:
+    if share > COARSE:
         _, values, directions = torch.linalg.svd(matrix, full_matrices=False)
         return values, directions
     squares, vectors = torch.linalg.eigh(matrix.T @ matrix)

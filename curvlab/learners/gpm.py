@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from curvlab.layerwise.spans import extended_basis
+from curvlab.basis import Basis
+from curvlab.layerwise.spans import extend_to_share
 from curvlab.learners.base import Learner
 from curvlab.learners.layer_inputs import InputLayer, input_layers, layer_inputs
 from curvlab.learners.population import Population
@@ -74,7 +75,7 @@ class GPM(Learner):
         self._layers: list[InputLayer] = []
         self._rest: dict[str, slice] = {}  # protected parameters that belong to no such layer
         self._frozen: list[slice] = []  # those of them that a finished task used
-        self._bases: list[list[Tensor]] = []  # [layer][run]: float64 rows (r, width)
+        self._bases: list[list[Basis]] = []  # [layer][run]: float64 rows (r, width)
         self._removals: list[Call] = []  # what is done to the gradients in every step
         self._threads: int | None = None
 
@@ -123,7 +124,7 @@ class GPM(Learner):
             if where.start in protected and where.start not in covered
         }
         self._bases = [
-            [torch.zeros(0, layer.width, dtype=torch.float64) for _ in population.seeds]
+            [Basis(layer.width, layer.width, dtype=torch.float64) for _ in population.seeds]
             for layer in self._layers
         ]
         self._thresholds(0)
@@ -146,9 +147,10 @@ class GPM(Learner):
             for bases, one, share in zip(self._bases, seen, thresholds, strict=True):
                 rows = None if one.inputs is None else one.inputs.whole()
                 if one.elsewhere:  # from now on it stays as it is
-                    bases[s] = torch.eye(bases[s].shape[1], dtype=torch.float64)
+                    width = bases[s].n
+                    bases[s] = Basis.exactly(torch.eye(width, dtype=torch.float64), width)
                 elif rows is not None:
-                    bases[s], _ = extended_basis(bases[s], rows.cpu(), share)
+                    extend_to_share(bases[s], rows.cpu(), share, task=str(task))
         self._set_removals(population, task + 1)
         ranks = [[len(bases[s]) for bases in self._bases] for s in range(population.size)]
         size = population.parameters.element_size()
@@ -185,7 +187,8 @@ class GPM(Learner):
         self._threads = 1 if small else None
         for layer, bases in zip(self._layers, self._bases, strict=True):
             away = rooms(population.size, layer.width, layer.width, like=population.parameters)
-            for s, rows in enumerate(bases):
+            for s, basis in enumerate(bases):
+                rows = basis.rows()
                 one = torch.eye(layer.width, dtype=torch.float64) - rows.T @ rows
                 # inputs that are always zero leave entries near 1e-35, and products with subnormal
                 # numbers take many times as long
@@ -210,15 +213,19 @@ class GPM(Learner):
 
     def state(self) -> dict[str, Tensor]:
         return {
-            f"{layer.name}/{s}": rows
+            f"{layer.name}/{s}": basis.rows()
             for layer, bases in zip(self._layers, self._bases, strict=True)
-            for s, rows in enumerate(bases)
+            for s, basis in enumerate(bases)
         }
 
     def load_state(self, population: Population, tensors: dict[str, Tensor]) -> None:
         self._prepare(population)
         self._bases = [
-            [tensors[f"{layer.name}/{s}"] for s in range(population.size)] for layer in self._layers
+            [
+                Basis.exactly(tensors[f"{layer.name}/{s}"], layer.width)
+                for s in range(population.size)
+            ]
+            for layer in self._layers
         ]
         if self.notes:
             self._set_removals(population, len(self.notes))

@@ -191,11 +191,8 @@ class StructuredMemory:
         self._pieces = [] if few else _pieces(self._coefficients)
         self.dense = None
         if few:
-            self.dense = Rows(self.n, self.size, dtype=dtype, device=self._signals.device)
+            self.dense = Rows.exactly(self.rows().to(dtype), self.size)
             self.dense.reserve(self.size)
-            for index, row in enumerate(self.rows().to(dtype)):
-                self.dense.put(index, row)
-            self.dense.admit(self.size)
 
     def _normal(self, products: Tensor) -> Tensor:
         """``B' B x`` ``(K N,)`` for ``x`` ``(K N,)``; B is read from memory once."""

@@ -88,8 +88,8 @@ class Constraints:
         bias: nn.Parameter | None,
     ) -> None:
         """Hold a layer, or what moves of it: the bias is the weight of a constant input."""
-        right = None if basis.into is None else basis.into.rows
-        left = None if basis.back is None else basis.back.rows
+        right = None if basis.into is None else basis.into.rows()
+        left = None if basis.back is None else basis.back.rows()
         if any(rows is not None and not len(rows) for rows in (right, left)):
             return  # the span is nothing: all is free
         if right is not None and weight is None:
@@ -128,11 +128,11 @@ class Constraints:
         for name in (self._name(adapter.into), self._name(adapter.back)):
             self.covered |= {name} - {""}
         if basis.into is not None:
-            rows = restricted(basis.into.rows, slice(0, basis.inputs))
+            rows = restricted(basis.into.rows(), slice(0, basis.inputs))
             held, other = Held(adapter.into, right=rows, zero=True), adapter.back
             inside = local(adapter.into).double().cpu() @ rows.T
         elif basis.back is not None:
-            rows = basis.back.rows
+            rows = basis.back.rows()
             held, other = Held(adapter.back, left=rows, zero=True), adapter.into
             inside = rows.double() @ local(adapter.back).double().cpu()
         if not len(rows):

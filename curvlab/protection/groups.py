@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from curvlab.layerwise.spans import extended_basis
+from curvlab.basis import Basis
+from curvlab.layerwise.spans import extend_to_share
 from curvlab.protection.local import local
 
 
@@ -251,5 +252,6 @@ def _stacked(rows: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
 def restricted(rows: Tensor, columns: slice) -> Tensor:
     """Orthonormal rows that span ``rows`` ``(r, width)`` cut to some columns, float64."""
     cut = rows[:, columns].double()
-    none = cut.new_zeros(0, cut.shape[1])
-    return extended_basis(none, cut, 1.0, stored=rows.dtype)[0]
+    spanned = Basis(cut.shape[1], cut.shape[1], dtype=torch.float64)
+    extend_to_share(spanned, cut, 1.0, rounded=rows.dtype)
+    return spanned.rows()

@@ -95,6 +95,21 @@ class Rows(Projector):
         Rows.extend(rows, given)
         return rows
 
+    @classmethod
+    def exactly(cls, vectors: Tensor, capacity: int) -> Self:
+        """Rows that are ``vectors`` ``(m, n)``, float32 or float64, bit for bit; not checked."""
+        rows = cls(vectors.shape[1], capacity, dtype=vectors.dtype, device=vectors.device)
+        rows.store.size = len(rows.store.write(vectors.detach()))
+        return rows
+
+    def copy(self) -> Self:
+        """The same rows, bit for bit, in memory of their own."""
+        rows = type(self)(
+            self.space, self.capacity, dtype=self.dtype, device=self.device, tier=self.tier
+        )
+        rows.load_state(self.state())
+        return rows
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(n={self.n}, size={self.size}, capacity={self.capacity}, "
