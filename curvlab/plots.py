@@ -227,45 +227,6 @@ def perturbation(result: Perturbation, labels: Sequence[str] = ()) -> Any:
     return figure
 
 
-def roofline(
-    points: Sequence[tuple[str, float, float]], *, bandwidth: float, peak: float, title: str = ""
-) -> Any:
-    """What was reached of what the machine gives.
-
-    Args:
-        points: ``(name, flop per byte, flop per second)``.
-        bandwidth: Bytes per second: the slanted part of the roof.
-        peak: Flop per second: the flat part.
-        title: Machine and date, for the reader.
-    """
-    _require(list(points), "roofline needs at least one point", lambda point: point[1] > 0.0)
-    figure, axes = _axes()
-    ridge = peak / bandwidth
-    low = 0.4 * min([ridge, *(intensity for _, intensity, _ in points)])
-    high = 2.5 * max([ridge, *(intensity for _, intensity, _ in points)])
-    roof = [low * bandwidth, peak, peak]
-    axes.loglog([low, ridge, high], [y / 1e9 for y in roof], color="black", lw=1.6)
-    axes.annotate(f"{bandwidth / 1e9:.0f} GB/s", (low * 1.1, low * 2.6 * bandwidth / 1e9))
-    axes.annotate(f"{peak / 1e9:.0f} Gflop/s", (high, peak * 1.08 / 1e9), ha="right")
-    for index, (name, intensity, speed) in enumerate(points):
-        axes.scatter(
-            intensity,
-            speed / 1e9,
-            color=COLOURS[index % 8],
-            marker=MARKERS[(index // 8 + index) % 8],
-            s=48,
-            edgecolors="black",
-            linewidths=0.5,
-            label=name,
-            zorder=3,
-        )
-    axes.set(xlabel="flop per byte moved", ylabel="Gflop/s")
-    axes.set_ylim(top=3 * peak / 1e9)
-    axes.set_title(title or "reached, against the machine")
-    _legend(axes, loc="lower right")
-    return figure
-
-
 def landscape(result: Landscape, labels: Sequence[str] = ("first", "second")) -> Any:
     """The loss on a line beside its quadratic prediction, or on a plane as contours.
 

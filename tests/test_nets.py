@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, jvp
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from curvlab.nets import BatchNorm, freeze_batch_norm, mlp, slim_resnet18, vit_cifar
+from curvlab.nets import mlp, slim_resnet18, vit_cifar
 from curvlab.nets.vit import Attention
 from curvlab.parameters import parameter_count, parameter_vector
 
@@ -201,26 +201,6 @@ def test_the_other_norms_keep_no_statistics_and_treat_images_one_by_one(norm):
     assert dict(model.named_buffers()) == {}
 
 
-def test_frozen_batch_norm_survives_train_mode_and_can_be_thawed():
-    model = slim_resnet18(3, nf=4, blocks=(1, 1), seed=0)
-    images = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    model(images)
-    count = parameter_count(model)
-    assert freeze_batch_norm(model) == sum(isinstance(m, BatchNorm) for m in model.modules()) == 5
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    frozen = model.train()(images)
-    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
-    assert torch.equal(frozen, model.eval()(images))
-    assert parameter_count(model) == count
-    freeze_batch_norm(model, affine=True)
-    assert parameter_count(model) == count - 2 * (4 + 4 + 4 + 8 + 8)
-    model.train()
-    freeze_batch_norm(model, affine=True, frozen=False)
-    model(images)
-    assert model.norm.num_batches_tracked == 2
-    assert parameter_count(model) == count
-
-
 def test_attention_is_softmax_attention_scaled_by_the_whole_hidden_size():
     from curvlab.nets.initialise import build
 
@@ -275,7 +255,6 @@ def test_the_mlp_of_a_transformer_block_ends_in_a_second_gelu():
         (lambda: vit_cifar(side=30), "multiple of patch="),
         (lambda: vit_cifar(hidden=8, depth=-1), "depth of at least 0"),
         (lambda: vit_cifar(hidden=8, depth=0)(torch.zeros(2, 3, 28, 28)), r"\(N, 3, 32, 32\)"),
-        (lambda: freeze_batch_norm(mlp()), "build it with norm='batch'"),
     ],
 )
 def test_errors_name_the_argument_and_the_cure(call, words):

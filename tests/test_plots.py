@@ -52,15 +52,12 @@ def figures(pairs):
         "overlap": plots.overlap(plots.squared_cosines(pairs, pairs.vectors[:3])),
         "forgetting": plots.forgetting([run_of(3), run_of(3, 2)]),
         "perturbation": plots.perturbation(perturbation(), ["top"]),
-        "roofline": plots.roofline(
-            [("ours", 0.5, 2e9), ("theirs", 0.5, 1e9)], bandwidth=9e9, peak=6e10
-        ),
     }
 
 
 NAMES = (
     "scree", "scree of two", "density", "decades", "layers", "overlap", "forgetting",
-    "perturbation", "roofline",
+    "perturbation",
 )  # fmt: skip
 
 
@@ -124,8 +121,6 @@ def test_bad_input_is_refused_with_advice(pairs, tmp_path):
         plots.forgetting([])
     with pytest.raises(ValueError, match="names a matrix of a Run"):
         plots.forgetting(run_of(2), "accuracy")
-    with pytest.raises(ValueError, match="at least one point"):
-        plots.roofline([], bandwidth=1.0, peak=1.0)
     with pytest.raises(ValueError, match=r"ends in \.png, \.svg, \.pdf; got 'x\.gif'"):
         plots.write(plots.scree(pairs), tmp_path / "x.gif")
     assert not list(tmp_path.iterdir())

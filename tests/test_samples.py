@@ -9,7 +9,6 @@ from curvlab.tasks import (
     Task,
     joined,
     limit,
-    minibatches,
     permuted_mnist,
     subset,
     toy_challenge,
@@ -21,40 +20,9 @@ def points(count=20, classes=4, width=3):
     return Samples(inputs, torch.arange(count) % classes)
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("batch_size", [1, 3, 7, 20, 100])
-def test_an_epoch_visits_every_sample_once(seed, batch_size, monkeypatch):
-    monkeypatch.setattr("curvlab.tasks.samples.SLAB", 2)
-    samples = points()
-    batches = list(minibatches(samples, batch_size, seed=seed))
-    sizes = [len(targets) for _, targets in batches]
-    assert sizes == [batch_size] * (20 // batch_size) + [20 % batch_size] * (20 % batch_size > 0)
-    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    order = (inputs[:, 0] / 3).long()
-    assert sorted(order.tolist()) == list(range(20))
-    assert torch.equal(targets, samples.targets[order])
-    assert (order.tolist() == list(range(20))) == (seed is None)
-
-
-def test_batches_repeat_with_a_seed_and_differ_between_epochs_of_a_generator():
-    def order(seed):
-        return torch.cat([inputs for inputs, _ in minibatches(points(), 4, seed=seed)])
-
-    assert torch.equal(order(5), order(5))
-    generator = torch.Generator().manual_seed(5)
-    first, second = order(generator), order(generator)
-    assert torch.equal(first, order(5))
-    assert not torch.equal(first, second)
-
-
-def test_the_short_last_batch_can_be_dropped():
-    assert [len(t) for _, t in minibatches(points(), 6, seed=0, drop_last=True)] == [6, 6, 6]
-
-
 def test_nothing_touches_the_global_generator():
     before = torch.get_rng_state()
-    tasks = limit(permuted_mnist(tasks=2), train=50, test=20, seed=1)
-    list(minibatches(tasks[0].train, 10, seed=0))
+    limit(permuted_mnist(tasks=2), train=50, test=20, seed=1)
     toy_challenge(seed=1)
     assert torch.equal(before, torch.get_rng_state())
 
@@ -98,8 +66,6 @@ INPUTS, TARGETS = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
         (lambda: Task("t", points(), points(width=2), 4), "train and test inputs differ in shape"),
         (lambda: Task("t", points(), points(), 3), r"task 't': train targets run from 0 to 3"),
         (lambda: Task("t", points(classes=2), points(), 2), r"test targets .* 0\.\.1"),
-        (lambda: minibatches(points(), 0), "batch_size= must be at least 1"),
-        (lambda: minibatches(points(), 21, drop_last=True), "leaves nothing of 20"),
         (lambda: subset(points(), 21, seed=0), "between 1 and 20"),
         (lambda: subset(points(), 0, seed=0), "between 1 and 20"),
         (lambda: subset(points(), 3, seed=0, balanced=True), "at least 4 classes; got 3"),

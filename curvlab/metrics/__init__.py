@@ -20,7 +20,6 @@ from curvlab.metrics.rank import (
     Spectrum,
     counts_above,
     effective_rank,
-    numerical_rank,
     spectrum_above,
 )
 from curvlab.metrics.structure import (
@@ -54,7 +53,6 @@ __all__ = [
     "layer_labels",
     "loss_forgetting",
     "measures_at",
-    "numerical_rank",
     "old_pairs",
     "perturb",
     "perturb_all",

@@ -58,17 +58,6 @@ def effective_rank(values: Tensor, threshold: float, *, relative: bool = False) 
     return int((magnitudes > threshold).sum())
 
 
-def numerical_rank(values: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Rank to rounding: magnitudes above n * eps * the largest.
-
-    Args:
-        values: All n eigenvalues.
-        dtype: The precision in which the matrix was computed, if coarser than that of ``values``.
-    """
-    eps = float(torch.finfo(values.dtype if dtype is None else dtype).eps)
-    return effective_rank(values, len(values) * eps, relative=True)
-
-
 def spectrum_above(
     operator: LinearOperator,
     threshold: float,

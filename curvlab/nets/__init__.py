@@ -11,13 +11,11 @@ from curvlab.nets.kwinners import kwinners_mlp
 from curvlab.nets.mlp import mlp
 from curvlab.nets.powerprop import powerpropagate
 from curvlab.nets.progressive import progressive_mlp
-from curvlab.nets.resnet import BatchNorm, freeze_batch_norm, slim_resnet18
+from curvlab.nets.resnet import slim_resnet18
 from curvlab.nets.vit import vit_cifar
 
 __all__ = [
-    "BatchNorm",
     "MultiHead",
-    "freeze_batch_norm",
     "gpt",
     "kwinners_mlp",
     "mlp",

@@ -5,7 +5,6 @@ stay small, so that a network trains towards sparsity. By the same factor a weig
 never moves again when alpha > 1.
 """
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
@@ -86,13 +85,3 @@ def powerpropagate(model: nn.Module, alpha: float = 2.0) -> nn.Module:
     if not replaced:
         raise ValueError("powerpropagate found no nn.Linear or nn.Conv2d to replace")
     return model
-
-
-@torch.no_grad()
-def effective_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights w that the layers use, by the name of their layer."""
-    return {
-        name: power(module.weight, module.alpha)
-        for name, module in model.named_modules()
-        if isinstance(module, PowerLinear | PowerConv2d)
-    }

@@ -8,8 +8,8 @@ Normalisation is a choice of the caller, since BatchNorm's statistics live outsi
 and forgetting leaks through them:
 
 - ``"batch"``: affine; batch statistics in train mode, running statistics in eval mode. Curvature
-  belongs in eval mode, where the network is a function of its parameters alone.
-  :func:`freeze_batch_norm` fixes the statistics, and if asked the affine parameters, after a task.
+  belongs in eval mode, where the network is a function of its parameters alone. ``learn`` asks
+  what becomes of the statistics between tasks (``batchnorm=``).
 - ``"batch_untracked"``: affine, no running statistics (the choice of GPM): outputs depend on which
   samples share a batch, in eval mode too.
 - ``"group"``: affine GroupNorm; no statistics, the same parameter count as ``"batch"``.
@@ -18,7 +18,7 @@ and forgetting leaks through them:
 
 from collections.abc import Callable, Sequence
 from math import gcd
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -74,37 +74,6 @@ def slim_resnet18(
         return MultiHead(network, nf * 2 ** (len(blocks) - 1), classes, tasks)
 
     return build(make, seed, dtype, device)
-
-
-class BatchNorm(nn.BatchNorm2d):
-    """``BatchNorm2d`` whose statistics can be fixed: once frozen it stays in eval mode."""
-
-    frozen = False
-
-    def train(self, mode: bool = True) -> Self:
-        return super().train(mode and not self.frozen)
-
-
-def freeze_batch_norm(model: nn.Module, *, affine: bool = False, frozen: bool = True) -> int:
-    """Fix the statistics of every :class:`BatchNorm` of ``model``; returns how many there are.
-
-    Args:
-        model: From ``slim_resnet18(norm="batch")``, or any with that layer.
-        affine: Also stop gradients to (or, with ``frozen=False``, allow them again for) the scale
-            and shift. That takes them out of the flat parameter vector.
-        frozen: ``False`` thaws the statistics; the layer follows ``model.train()`` again.
-    """
-    layers = [module for module in model.modules() if isinstance(module, BatchNorm)]
-    if not layers:
-        raise ValueError(
-            "the model has no curvlab.nets.BatchNorm to freeze; build it with norm='batch'"
-        )
-    for layer in layers:
-        layer.frozen = frozen
-        layer.train(model.training)
-        if affine:
-            layer.requires_grad_(not frozen)
-    return len(layers)
 
 
 Normalise = Callable[[int], nn.Module]
@@ -188,7 +157,7 @@ class SlimResNet(nn.Module):
 _BLOCKS: dict[str, type[StableBlock] | type[GemBlock]] = {"stable": StableBlock, "gem": GemBlock}
 
 _NORMS: dict[str, Normalise] = {
-    "batch": BatchNorm,
+    "batch": nn.BatchNorm2d,
     "batch_untracked": lambda width: nn.BatchNorm2d(width, track_running_stats=False),
     # at most 4 groups, fewer where the width does not divide
     "group": lambda width: nn.GroupNorm(gcd(4, width), width),

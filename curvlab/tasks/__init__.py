@@ -11,7 +11,7 @@ A stream is a list of :class:`Task`. Images come as :class:`ImageData`, from a r
 from curvlab.tasks.embedded import embedded_cifar10, embedded_mnist
 from curvlab.tasks.images import DataError, ImageData
 from curvlab.tasks.readers import cifar10, cifar100, mnist
-from curvlab.tasks.samples import Samples, Task, joined, limit, minibatches, subset
+from curvlab.tasks.samples import Samples, Task, joined, limit, subset
 from curvlab.tasks.streams import (
     ANGLES,
     CIFAR_NORMALISATION,
@@ -38,7 +38,6 @@ __all__ = [
     "embedded_mnist",
     "joined",
     "limit",
-    "minibatches",
     "mnist",
     "permuted_mnist",
     "rotated_mnist",

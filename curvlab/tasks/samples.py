@@ -1,20 +1,16 @@
-"""Samples, tasks, and how they are cut: minibatches, subsets, smaller streams, the joint task.
+"""Samples, tasks, and how they are cut: subsets, smaller streams, the joint task.
 
 Everything is a slice of resident tensors; no Python runs per sample. Random choices come from a
 seed or a ``torch.Generator``, never from the global one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 Seed = int | torch.Generator
-
-# Batches gathered at once by `minibatches`: one gather per slab and views after that, so a step
-# costs two slices, while the copy stays small beside the data.
-SLAB = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,27 +113,6 @@ class Task:
         return replace(self, train=train, test=test)
 
 
-def minibatches(
-    samples: Samples, batch_size: int, *, seed: Seed | None = None, drop_last: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """One epoch of ``(inputs, targets)`` batches.
-
-    Args:
-        samples: Resident data.
-        batch_size: Rows per batch; the last batch may be shorter.
-        seed: An int or a generator, which is advanced by one permutation; ``None`` keeps the order.
-        drop_last: Leave out a shorter last batch.
-    """
-    if batch_size < 1:
-        raise ValueError(f"batch_size= must be at least 1; got {batch_size}")
-    if drop_last and batch_size > len(samples):
-        raise ValueError(
-            f"drop_last=True with batch_size={batch_size} leaves nothing of {len(samples)} samples"
-        )
-    order = None if seed is None else _permutation(len(samples), seed, samples.inputs.device)
-    return _batches(samples, batch_size, order, drop_last)
-
-
 def subset(samples: Samples, size: int, *, seed: Seed, balanced: bool = False) -> Samples:
     """``size`` samples without replacement, e.g. the 1,000 of a Hessian.
 
@@ -224,23 +199,6 @@ def _concatenated(parts: list[Samples]) -> Samples:
     return Samples(
         torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts])
     )
-
-
-def _batches(
-    samples: Samples, batch_size: int, order: Tensor | None, drop_last: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
-    total = len(samples) // batch_size * batch_size if drop_last else len(samples)
-    step = batch_size * (SLAB if order is not None else max(1, total))
-    for start in range(0, total, step):
-        stop = min(start + step, total)
-        inputs, targets = samples.inputs[start:stop], samples.targets[start:stop]
-        if order is not None:
-            rows = order[start:stop]
-            inputs = samples.inputs.index_select(0, rows)
-            targets = samples.targets.index_select(0, rows)
-        yield from zip(
-            torch.split(inputs, batch_size), torch.split(targets, batch_size), strict=True
-        )
 
 
 def _permutation(count: int, seed: Seed, device: torch.device) -> Tensor:
