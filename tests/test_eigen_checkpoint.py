@@ -76,6 +76,17 @@ def test_a_solve_killed_anywhere_and_resumed_gives_the_same_bits(solver, rows, a
         assert same(resumed, whole), at
 
 
+@pytest.mark.parametrize("tol", [1e-3, 1e-5])
+def test_the_product_that_tells_whose_file_it_is_moves_no_decision(tol, tmp_path):
+    """With room for all rows the pairs are looked at after so many products, not when it is full"""
+    whole = lanczos(Dying(), 4, tol=tol)
+    for at in [*range(6, whole.matvecs, 4), whole.matvecs, whole.matvecs + 1]:
+        path = tmp_path / f"{at}.safetensors"
+        with pytest.raises(Interrupted):
+            lanczos(Dying(at, KeyboardInterrupt), 4, tol=tol, checkpoint=path)
+        assert same(lanczos(Dying(), 4, tol=tol, checkpoint=path), whole), at
+
+
 def test_a_solve_can_be_killed_and_resumed_many_times(tmp_path):
     whole = lanczos(Dying(), 4, **OPTIONS)
     path = tmp_path / "state.safetensors"

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy, mse_loss
 
 from curvlab import GaussNewton, Hessian, Interrupted, Solution, solve
-from curvlab.eigen import Density, Eigenpairs, Estimate, diagonal, power_iteration, trace
+from curvlab.eigen import Density, Eigenpairs, Estimate, diagonal, lanczos, power_iteration, trace
 from curvlab.eigen import spectral_density as density
 from curvlab.nets import mlp
 from curvlab.operators import Dense
@@ -28,6 +28,22 @@ COMPUTATIONS = {
     ),
 }
 every = pytest.mark.parametrize("compute", COMPUTATIONS.values(), ids=COMPUTATIONS)
+# and those that a number of products decides: the budget, or when the pairs are looked at
+COUNTING = {
+    "lanczos": lambda operator, **keep: lanczos(operator, 3, tol=1e-6, dense=False, **keep),
+    "lanczos, cut short": lambda operator, **keep: lanczos(
+        operator, 3, tol=1e-6, dense=False, max_products=27, **keep
+    ),
+    "power, cut short": lambda operator, **keep: power_iteration(
+        operator, 3, tol=1e-9, max_products=21, **keep
+    ),
+    "solve, cut short": lambda operator, **keep: solve(
+        operator, torch.ones(operator.n).double(), damping=0.1, tol=1e-9, max_products=17, **keep
+    ),
+}
+stopped = pytest.mark.parametrize(
+    "compute", {**COMPUTATIONS, **COUNTING}.values(), ids=[*COMPUTATIONS, *COUNTING]
+)
 
 
 def matrix(n=60, seed=0):
@@ -72,7 +88,7 @@ def same(first, second):
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-@every
+@stopped
 def test_stopped_at_any_product_and_resumed_it_ends_with_the_same_bits(compute, tmp_path):
     straight = Stopping(matrix())
     wanted = compute(straight)
@@ -85,7 +101,7 @@ def test_stopped_at_any_product_and_resumed_it_ends_with_the_same_bits(compute, 
         assert again.products <= straight.products + 1  # one product tells whose file it is
 
 
-@every
+@stopped
 def test_an_interrupt_carries_the_result_so_far(compute):
     straight = Stopping(matrix())
     wanted, kinds = compute(straight), set()
@@ -97,7 +113,7 @@ def test_an_interrupt_carries_the_result_so_far(compute):
     assert kinds <= {type(wanted), type(None)}
 
 
-@every
+@stopped
 def test_a_line_that_raises_anywhere_loses_nothing(compute, tmp_path):
     """Ctrl-C can strike between any two lines: here at lines all over the computation."""
     wanted = compute(Stopping(matrix()))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from curvlab.eigen.hidden import Chain
 from curvlab.eigen.identity import require_same
+from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.result import CERTIFICATE, certificate_facts, certificate_from
 from curvlab.eigen.selection import Edge
 from curvlab.eigen.solver import Solver
@@ -48,10 +49,12 @@ _CHAIN = {
 _FORM = {
     "asked": dict,
     "krylov": _NUMBERS,
-    **dict.fromkeys(("products", "draws", "finds", "next_look"), COUNT),
+    **dict.fromkeys(("products", "overhead", "draws", "finds", "next_look"), COUNT),
     "doubt": FINITE,
     "converged_at": (None, COUNT),
     "exhausted": bool,
+    "outcome": (None, frozenset(Outcome.__members__)),
+    "reason": str,
     "chain": (None, _CHAIN),
     "certificate": (None, CERTIFICATE),
     "seconds": FINITE,
@@ -81,12 +84,15 @@ def write_checkpoint(
     facts = {
         "asked": asked,
         "krylov": {name: getattr(krylov, name) for name in _NUMBERS},
-        "products": solver.products.count,
+        "products": solver.spent,
+        "overhead": solver.products.count - solver.spent,
         "draws": solver.draws,
         "finds": solver.finds,
         "doubt": solver.doubt,
         "converged_at": solver.converged_at,
         "exhausted": solver.exhausted,
+        "outcome": None if solver.outcome is None else solver.outcome.name,
+        "reason": solver.reason,
         "next_look": solver.next_look,
         "chain": None if solver.chain is None else asdict(solver.chain),
         "certificate": certificate_facts(solver.certificate),
@@ -143,12 +149,15 @@ def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) 
     krylov.coupling[: krylov.size, : krylov.multiplied] = tensors["coupling"]
     krylov.aside = tensors["aside"].to(krylov.rows.device)
     krylov.aside_coupling = tensors["aside coupling"]
-    solver.products.count += facts["products"]
+    solver.products.resume(facts["products"], facts["overhead"])
+    solver.spent = facts["products"]
     solver.draws = facts["draws"]
     solver.finds = facts["finds"]
     solver.doubt = facts["doubt"]
     solver.converged_at = facts["converged_at"]
     solver.exhausted = facts["exhausted"]
+    solver.outcome = None if facts["outcome"] is None else Outcome[facts["outcome"]]
+    solver.reason = facts["reason"]
     solver.next_look = facts["next_look"]
     if facts["chain"] is not None:
         chain = {name: facts["chain"][name] for name in _CHAIN}

@@ -43,7 +43,7 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
         doubtful = (residuals > asked) & (ritz.residuals[:k] <= asked)
         doubtful &= values.abs() > solver.floor
         chosen = torch.arange(k) if explicit else doubtful.nonzero().flatten()
-        if explicit or products.count + len(chosen) <= request.max_products:
+        if explicit or products.spent + len(chosen) <= request.max_products:
             for i in chosen.tolist():
                 residuals[i] = _true_residual(solver, vectors[i], float(values[i]))
     stored = vectors.to(products.operator.dtype)
@@ -133,7 +133,7 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     products, krylov = solver.products, solver.krylov
     m, size = krylov.multiplied, krylov.size
     if solver.request.certify.copies:
-        spent = products.count >= solver.request.max_products
+        spent = products.spent >= solver.request.max_products
         if spent or m == 0 or isinstance(products.operator, Dense | Curvature):
             return
         weights = torch.eye(m, 1, dtype=torch.float64).flatten()

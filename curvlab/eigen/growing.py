@@ -40,7 +40,7 @@ class Growing:
     def pairs(self, k: int, *, certify: bool) -> Eigenpairs:
         """The leading ``k`` pairs; nothing of the last call is lost, whatever ``k`` was then."""
         began, before = time.perf_counter(), self.products.count
-        most = before + product_budget(None, k)
+        most = self.products.spent + product_budget(None, k)
         asked = request(
             self.products, k, which=self.which, tol=self.tol, seed=self.seed, max_products=most,
             certify=certify,
@@ -58,5 +58,7 @@ class Growing:
         def result() -> Eigenpairs:
             return eigenpairs(solver, seconds=lambda: time.perf_counter() - began, method="lanczos")
 
-        iterate(solver, lambda: None, result, every=None, progress=self.progress, method="lanczos")
-        return replace(result(), matvecs=self.products.count - before)
+        pairs = iterate(
+            solver, lambda: None, result, every=None, progress=self.progress, method="lanczos"
+        )
+        return replace(pairs, matvecs=self.products.count - before)

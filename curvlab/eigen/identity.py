@@ -67,6 +67,7 @@ def _witness(products: Products) -> list[float]:
     products.project_out_(vector)
     image = torch.zeros_like(vector)
     products.into(vector, image)
+    products.overhead += 1
     signs = space.signs(generator, WITNESSES).to(products.dtype).to(products.device)
     rows, _ = ops.quantise(signs, products.dtype)
     # a difference of the images is seen at its own length: signs have unit elements

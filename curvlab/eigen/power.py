@@ -104,6 +104,7 @@ class _Found:
         last: The present pair's value a step ago.
         done: Its steps.
         draws: Random vectors drawn.
+        spent: Products made.
     """
 
     values: tuple[float, ...]
@@ -113,6 +114,7 @@ class _Found:
     last: float = 0.0
     done: int = 0
     draws: int = 0
+    spent: int = 0
 
 
 class _Search:
@@ -126,7 +128,7 @@ class _Search:
         self.generator = torch.Generator().manual_seed(seed)
         products = self.products
         none = torch.zeros(0, products.width, dtype=products.dtype, device=products.device)
-        self.found = _Found((), none, none)
+        self.found = _Found((), none, none, spent=products.spent)
         self.known = Rows(self.space, products.n, dtype=products.dtype, device=products.device)
         long: Shape = (products.dtype, "pairs", products.width)
         saved = work.resume(
@@ -141,20 +143,21 @@ class _Search:
             self.found = _Found(
                 tuple(facts["values"]), saved.rows["vectors"], saved.rows["images"],
                 current[0] if len(current) else None, facts["last"], facts["done"], facts["draws"],
+                products.spent,
             )  # fmt: skip
             for _ in range(self.found.draws):
                 self._draw()
 
     @property
     def spent(self) -> bool:
-        return self.products.count >= self.budget
+        return self.products.spent >= self.budget
 
     def state(self) -> State:
         found = self.found
         current = found.vectors[:0] if found.vector is None else found.vector[None]
         rows = {"vectors": found.vectors, "images": found.images, "current": current}
         names = ("values", "last", "done", "draws")
-        return State(rows, {}, {name: getattr(found, name) for name in names})
+        return State(rows, {}, {name: getattr(found, name) for name in names}, found.spent)
 
     def step(self) -> None:
         """One product with the present pair's vector."""
@@ -187,10 +190,14 @@ class _Search:
             self.found = _Found(
                 (*found.values, value), torch.cat([found.vectors, vector[None]]),
                 torch.cat([found.images, image[None]]), draws=draws,
+                spent=self.products.spent,
             )  # fmt: skip
         else:
             following = forward if self.by_value else self._separated(known, forward)
-            self.found = replace(found, vector=following, last=value, done=done, draws=draws)
+            self.found = replace(
+                found, vector=following, last=value, done=done, draws=draws,
+                spent=self.products.spent,
+            )  # fmt: skip
 
     def _image(self, vector: Tensor) -> Tensor:
         image = torch.zeros_like(vector)

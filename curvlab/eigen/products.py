@@ -46,6 +46,9 @@ class Products:
 
     Attributes:
         count: Products with ``A`` so far; a block of ``b`` counts ``b``.
+        overhead: Those of them that are no part of the computation: they told whose file it is, or
+            measured the operator again. What a number of products decides goes by the others
+            (:attr:`spent`), so that no result depends on how often it was resumed.
         error: Relative error of a product, as the probe measured it.
         exponent: Products are those of ``A`` by two to the power of minus this; not 0 only where
             ``near_one`` is asked for and squares of ``A`` would not be numbers.
@@ -67,7 +70,7 @@ class Products:
         self.device = torch.device(operator.device)
         self.dtype = torch.float64 if operator.dtype == torch.float64 else torch.float32
         self.eps = float(torch.finfo(operator.dtype).eps)
-        self.count = 0
+        self.count = self.overhead = 0
         self.error = 0.0
         self.deflation = _deflation(deflate, self)
         self.room = self.n - (0 if self.deflation is None else self.deflation.size)
@@ -97,6 +100,16 @@ class Products:
             return Certificate(0.0, 0.0, 0.0, limit, 0, far_exponent(self.operator.matrix))
         known = getattr(self.operator, "__dict__", {}).get("certificate")
         return known if isinstance(known, Certificate) else None
+
+    @property
+    def spent(self) -> int:
+        """Products that the computation itself has made."""
+        return self.count - self.overhead
+
+    def resume(self, spent: int, overhead: int) -> None:
+        """Go on from so many products; what this call has made until now is overhead."""
+        self.overhead = self.count + overhead
+        self.count = self.overhead + spent
 
     @property
     def unit(self) -> float:

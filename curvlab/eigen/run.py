@@ -54,8 +54,7 @@ def run(
         return eigenpairs(solver, seconds=lambda: time.perf_counter() - began, method=method)
 
     every = None if keeping is None else keeping.every
-    iterate(solver, save, result, every=every, progress=progress, method=method)
-    return result()
+    return iterate(solver, save, result, every=every, progress=progress, method=method)
 
 
 def iterate(
@@ -66,29 +65,31 @@ def iterate(
     every: int | None,
     progress: bool | None,
     method: str,
-) -> None:
-    """Step until the solve has ended.
+) -> Eigenpairs:
+    """Step until the solve has ended; returns its result.
 
     A signal to stop waits for the end of the step; a second one breaks into it. What is saved and
     returned is always a state between two steps, or one whose next product has not come back.
 
     Args:
         save: Called every so many products, and when the solve is stopped.
-        result: Makes the pairs found so far of a solve that is stopped.
+        result: Makes the pairs of a solve that has ended or is stopped.
     """
     space = solver.products.space
     line = Progress(method, progress if space.leads else False)
-    saved = solver.products.count
+    saved = solver.products.spent
+    found: Eigenpairs | None = None
     try:
         with nullcontext(Stop()) if space.shared else noted() as stop:
             while not solver.finished:
                 if stop.requested:
                     raise KeyboardInterrupt
-                if every is not None and solver.products.count - saved >= every:
+                if every is not None and solver.products.spent - saved >= every:
                     save()
-                    saved = solver.products.count
+                    saved = solver.products.spent
                 solver.step()
                 line.update(solver.products.count, solver.found, solver.request.k, solver.stage)
+            found = result()
     except KeyboardInterrupt as error:
         if space.shared:  # other ranks may be a product further: what they all saved is what counts
             raise
@@ -96,11 +97,13 @@ def iterate(
         if not solver.whole:
             raise Interrupted(f"{made}, within a step: nothing was saved of it", None) from error
         save()
-        if not solver.finished:
+        if found is None:
             solver.finish(Outcome.INTERRUPTED, made)
-        raise Interrupted(f"{made}. {Outcome.INTERRUPTED.value}", result()) from error
+            found = result()
+        raise Interrupted(f"{made}. {Outcome.INTERRUPTED.value}", found) from error
     finally:
         line.close()
+    return found
 
 
 def _identity(products: Products, asked: Request, start: Tensor | None) -> dict[str, Any]:

@@ -160,6 +160,7 @@ class _At:
         rest: ``b - (A + damping) x``, from products, ``(width,)``, float64.
         residual: Its length relative to ``|b|``.
         norm: The largest ``|(A + damping) p| / |p|`` seen.
+        spent: Products made.
         round: What improves x at present.
         ended: Why there is no going on, if so.
     """
@@ -167,7 +168,8 @@ class _At:
     x: Tensor
     rest: Tensor
     residual: float
-    norm: float = 0.0
+    norm: float
+    spent: int
     round: _Round | None = None
     ended: str = ""
 
@@ -189,7 +191,8 @@ class _System:
             # products along deflated directions are in no step's figures
             largest = 0.0 if pairs is None or not len(pairs) else float(pairs.values.abs().max())
             start = b.to(torch.float64, copy=True)
-            self.at = _At(nothing, start, 1.0 if self.size else 0.0, largest + damping)
+            residual, spent = 1.0 if self.size else 0.0, self.products.spent
+            self.at = _At(nothing, start, residual, largest + damping, spent)
         else:
             rows, facts, inner = saved.rows, saved.facts, None
             if "total" in rows:
@@ -198,7 +201,8 @@ class _System:
                 work.require(saved, {"along": FINITE, "left": FINITE}, parts)
                 total, rest, ahead = (rows[name][0] for name in ("total", "round rest", "ahead"))
                 inner = _Round(total, rest, ahead, facts["along"], facts["left"])
-            self.at = _At(rows["x"][0], rows["rest"][0], facts["residual"], facts["norm"], inner)
+            figures, spent = (facts["residual"], facts["norm"]), self.products.spent
+            self.at = _At(rows["x"][0], rows["rest"][0], *figures, spent, inner)
 
     @property
     def rounding(self) -> float:
@@ -216,7 +220,7 @@ class _System:
             rows |= {"total": inner.total[None], "round rest": inner.rest[None]}
             rows["ahead"] = inner.ahead[None]
             facts |= {"along": inner.along, "left": inner.left}
-        return State(rows, {}, facts)
+        return State(rows, {}, facts, at.spent)
 
     def step(self, goal: float) -> None:
         """Begin a round, go one step on in it, or end it with the true residual.
@@ -226,13 +230,14 @@ class _System:
         """
         at = self.at.round
         if at is None:
-            self.at = replace(self.at, round=self._begin())
-        elif at.left <= goal * self.size or self.products.count >= self.budget - 1:
+            following = self._begin()
+            self.at = replace(self.at, round=following, spent=self.products.spent)
+        elif at.left <= goal * self.size or self.products.spent >= self.budget - 1:
             self._finish(at)
         else:
             self._advance(at)
             note = f"residual {at.left / self.size:.1e}"
-            self.work.show(self.products.count, self.budget, "products", note)
+            self.work.show(self.products.spent, self.budget, "products", note)
 
     def _begin(self) -> _Round:
         rest = self.at.rest.to(self.products.dtype, copy=True)
@@ -251,15 +256,16 @@ class _System:
         rest = at.rest - (image * share).to(at.rest.dtype)
         ahead = self._precondition(rest)
         along = self._dot(rest, ahead)
-        norm = self.space.norm
-        numbers = [curvature, along, norm(at.ahead), norm(rest), norm(image)]
+        lengths = [self.space.norm(one) for one in (at.ahead, rest, image)]
+        numbers = [curvature, along, *lengths]
         bent, forward, long, left, stretched = torch.stack(numbers).tolist()  # one transfer
         if not math.isfinite(bent):
             raise OperatorError("the operator returned NaN or infinity")
         if bent <= 0.0:
             raise self._indefinite(bent / long**2 if long > 0.0 else 0.0)
         following = _Round(total, rest, ahead + at.ahead * (forward / at.along), forward, left)
-        self.at = replace(self.at, norm=max(self.at.norm, stretched / long), round=following)
+        norm = max(self.at.norm, stretched / long)
+        self.at = replace(self.at, norm=norm, spent=self.products.spent, round=following)
 
     def _finish(self, done: _Round) -> None:
         """Add the round's solution, if the true residual is smaller with it."""
@@ -269,15 +275,15 @@ class _System:
         if not math.isfinite(residual):
             raise OperatorError("the operator returned NaN or infinity")
         ended = ""
-        if self.products.count >= self.budget - 1:
+        if self.products.spent >= self.budget - 1:
             ended = f"the budget of {self.budget} products is exhausted"
         elif residual > 0.5 * before.residual:
             error = max(self.products.eps, self.products.error)
             ended = f"products are right to {error:.1e}, which allows no smaller residual"
+        following = replace(before, spent=self.products.spent, round=None, ended=ended)
         if residual < before.residual:
-            self.at = _At(before.x + done.total, rest, residual, before.norm, None, ended)
-        else:
-            self.at = replace(before, round=None, ended=ended)
+            following = replace(following, x=before.x + done.total, rest=rest, residual=residual)
+        self.at = following
 
     def _indefinite(self, curvature: float) -> ValueError:
         least = self.damping - curvature

@@ -57,6 +57,7 @@ class Solver:
         self.outcome: Outcome | None = None
         self.reason = ""
         self.whole = True  # whether the state is one between two steps
+        self.spent = products.spent  # products at the end of the last whole step
         self.finds = 0  # chains that found something
         self.exhausted = False  # every direction of the space has been multiplied
         self.found = 0  # wanted pairs that have converged, for people who watch
@@ -119,12 +120,13 @@ class Solver:
         """One product (or one block of them), and what follows from it."""
         most = self.request.max_products
         self.whole = False
-        if self.products.count >= most:
+        if self.products.spent >= most:
             self.finish(Outcome.OUT_OF_PRODUCTS, f"the budget of {most} products is exhausted")
         elif self.chain is not None:
             self._certify_step(self.chain)
         else:
             self._search_step()
+        self.spent = self.products.spent
         self.whole = True
 
     def finish(self, outcome: Outcome, reason: str) -> None:
@@ -204,9 +206,9 @@ class Solver:
     def _due(self) -> bool:
         """Whether this is a step at which the host looks at the coefficients."""
         full = self.krylov.size + self.request.block > self._capacity()
-        out = self.products.count >= self.request.max_products
+        out = self.products.spent >= self.request.max_products
         whole = self.krylov.multiplied >= self.products.room
-        return full or out or whole or self.products.count >= self.next_look
+        return full or out or whole or self.products.spent >= self.next_look
 
     def _plan_look(self, worst: float) -> None:
         """Choose when to look again: an eigenproblem a step costs as much as a cheap product.
@@ -217,7 +219,7 @@ class Solver:
         """
         wait = math.ceil(math.log(min(worst, 1e30)) / math.log(FASTEST)) if worst > 1.0 else 1
         stride = max(self.request.stride, self.krylov.multiplied // 64)
-        self.next_look = self.products.count + max(stride, wait)
+        self.next_look = self.products.spent + max(stride, wait)
 
     def _judge(self) -> None:
         """Look at the Ritz pairs; go on, start certifying, or end."""
@@ -225,7 +227,7 @@ class Solver:
         if krylov.multiplied < request.k:
             if self.exhausted:
                 self.finish(Outcome.EXAMINED_ALL, "every direction that is left was examined")
-            self.next_look = self.products.count + request.k - krylov.multiplied
+            self.next_look = self.products.spent + request.k - krylov.multiplied
             return
         ritz = self.ritz()
         krylov.norm = max(krylov.norm, float(ritz.values.abs().max()))
@@ -245,7 +247,7 @@ class Solver:
             self.finish(Outcome.NOT_CERTIFIED, "converged; hidden copies were not looked for")
         else:
             if self.converged_at is None:
-                self.converged_at = self.products.count
+                self.converged_at = self.products.spent
             if self._emerging(ritz) is None:
                 self._begin_chain(ritz)
             elif self._out_of_patience():
@@ -342,10 +344,10 @@ class Solver:
         limit = self.request.certify.products
         if limit is None:
             limit = max(24, self.converged_at // 2)
-        return self.products.count - self.converged_at >= limit
+        return self.products.spent - self.converged_at >= limit
 
     def _give_up(self) -> None:
-        more = self.products.count - (self.converged_at or 0)
+        more = self.products.spent - (self.converged_at or 0)
         self.finish(
             Outcome.NOT_EXCLUDED,
             f"converged, but {more} more products could not exclude that an eigenvalue or a copy "

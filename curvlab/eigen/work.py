@@ -45,11 +45,14 @@ class State:
         rows: Tensors ``(m, width)`` of long vectors.
         others: Small tensors.
         facts: JSON.
+        spent: Products that it took, where a number of them decides anything: one that came back
+            just before an interrupt is not in it.
     """
 
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     others: Mapping[str, Tensor] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    spent: int | None = None
 
 
 class Work:
@@ -76,7 +79,7 @@ class Work:
         self.asked: dict[str, Any] = {}
         if self.path is not None:
             self.asked = {**arguments, **identity(products)}
-        self.saved_at = products.count
+        self.saved_at = products.spent
 
     def resume(
         self,
@@ -95,16 +98,17 @@ class Work:
             return None
         found, said = self.products.space.load(self.path, self._kind)
         rounding = max(self.products.eps, self.products.error)
-        form = {"asked": dict, "rows": [frozenset(found)], "products": COUNT, "facts": dict}
+        form = {"asked": dict, "rows": [frozenset(found)], "facts": dict}
+        form |= {"products": COUNT, "overhead": COUNT}
         require_facts(self.path, said, form)
         require_same(self.path, self.what, said["asked"], self.asked, rounding)
         long = {name: found[name].to(self.products.device) for name in said["rows"]}
         small = {name: tensor for name, tensor in found.items() if name not in long}
-        state = State(long, small, said["facts"])
+        state = State(long, small, said["facts"], said["products"])
         self.require(state, facts, rows)
         require_tensors(self.path, small, others)
-        self.products.count += said["products"]
-        self.saved_at = self.products.count
+        self.products.resume(said["products"], said["overhead"])
+        self.saved_at = self.products.spent
         return state
 
     def require(self, state: State, facts: Mapping[str, Form], rows: Mapping[str, Shape]) -> None:
@@ -115,18 +119,20 @@ class Work:
 
     def keep(self, state: State) -> None:
         """Replace the file, unless that was done a few products ago."""
-        if self.products.count - self.saved_at >= EVERY:
+        if self.products.spent - self.saved_at >= EVERY:
             self.save(state)
 
     def save(self, state: State) -> None:
         """Replace the file."""
         if self.path is not None:
-            self.saved_at = self.products.count
+            self.saved_at = self.products.spent
+            spent = self.products.spent if state.spent is None else state.spent
             facts = {
                 "asked": self.asked,
                 "rows": sorted(state.rows),
                 "facts": dict(state.facts),
-                "products": self.products.count,
+                "products": spent,
+                "overhead": self.products.count - spent,
             }
             self.products.space.save(self.path, self._kind, state.rows, state.others, facts)
 

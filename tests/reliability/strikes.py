@@ -1,9 +1,10 @@
 """Strikes from outside: a process is killed, interrupted or finds the disk full, and goes on.
 
-Each attempt is a process of its own, forked from this one, which has everything loaded. It is
-struck at a random moment of its work; then the same work is done again in the same folder by a
-process that nobody disturbs, and what that leaves is compared with work that was never disturbed.
-Whenever the strike comes, the outcome must be the same: the moments are random, the result is not.
+Each attempt is a process of its own, forked from this one, which has everything loaded and
+compiled. It is struck at a random moment of its work, and the next one, which goes on in the same
+folder, is struck as well, a few times over; then one that nobody disturbs ends the work, and what
+that leaves is compared with work that was never disturbed. Whenever the strikes come, the outcome
+must be the same: the moments are random, the result is not.
 """
 
 import os
@@ -16,6 +17,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -24,6 +27,7 @@ from curvlab.storage import StorageError
 from experiments.store import StoreError
 from tests.reliability.subjects import Subject, WrongError
 
+STRIKES = 4  # at most, at one piece of work
 DONE, INTERRUPTED, SAID, WRONG, RAW = 0, 10, 11, 12, 13  # how a process ended
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}")
 
@@ -119,17 +123,22 @@ def _little_room(limit: int) -> None:
 def strikes(kind: str, subject: Subject, count: int, folder: Path, seed: int = 0) -> Counter[str]:
     """Strike until it hit ``count`` times; what each attempt came to, counted."""
     draw, found = random.Random(seed), Counter[str]()
-    truth = folder / "truth"
+    (truth := folder / "truth").mkdir(parents=True)
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        subject.run(truth)  # here: the processes to come have what it compiles
     began = time.monotonic()
-    if wait(attempt(subject, truth)) != DONE:
-        raise RuntimeError(f"undisturbed it fails: {(folder / 'truth.said').read_text()}")
+    if wait(attempt(subject, folder / "timed")) != DONE:
+        raise RuntimeError(f"undisturbed it fails: {(folder / 'timed.said').read_text()}")
     seconds = time.monotonic() - began
     number = 0
     while found["struck"] < count and number < 10 * count:
         number += 1
         place = folder / str(number)
-        outcome = strike(kind, subject, place, seconds, draw)
-        found[outcome] += 1
+        for _ in range(min(STRIKES, count - found["struck"])):
+            outcome = strike(kind, subject, place, seconds, draw)
+            found[outcome] += 1
+            if outcome == "too late":
+                break
         if wait(attempt(subject, place)) != DONE:
             found["lost"] += 1
         elif not subject.same(place, truth):

@@ -49,10 +49,11 @@ def matrix(n: int = 160) -> torch.Tensor:
 
 
 def eigensolve(folder: Path) -> None:
-    operator = Dense(matrix())
+    """By a search that restarts: a matrix of this size would be decomposed whole."""
     keeping = Checkpoint(folder / "state", every=3)
+    options = {"tol": 1e-8, "room": Room(rows=22), "dense": False}
     try:
-        pairs = lanczos(operator, 4, tol=1e-8, room=Room(rows=22), checkpoint=keeping)
+        pairs = lanczos(Dense(matrix()), 4, checkpoint=keeping, **options)
     except Interrupted as stop:
         if stop.partial is not None:
             v = stop.partial.vectors
@@ -94,7 +95,7 @@ def same_density(folder: Path, other: Path) -> bool:
 
 def training(folder: Path) -> None:
     runs = learn(
-        lambda seed: mlp((6, 8, 3), seed=seed), make_tasks(3, train=36),
+        lambda seed: mlp((6, 8, 3), seed=seed), make_tasks(2, train=36),
         SGDDagger(k=3, samples=20), Schedule(0.1, 0.05, epochs=2), seeds=SEEDS, momentum=0.5,
         checkpoint=folder / "state", checkpoint_every=6,
     )  # fmt: skip
@@ -117,8 +118,12 @@ MEASURED = experiment("tab:struck", replace(TINY, train=200, epochs="6"))
 
 
 def experiments(folder: Path) -> None:
+    known = registry.EXPERIMENTS
     registry.EXPERIMENTS = command.EXPERIMENTS = (MEASURED,)
-    code = command.main(["run", "tab:struck", "--seeds", "1", "--results", str(folder)])
+    try:
+        code = command.main(["run", "tab:struck", "--seeds", "1", "--results", str(folder)])
+    finally:
+        registry.EXPERIMENTS = command.EXPERIMENTS = known
     if code == 130:
         raise KeyboardInterrupt
     if code:
