@@ -9,7 +9,6 @@ unless :func:`freeze` is called on it, which says that one pass is the data set.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from curvlab.loaders import AS_GIVEN, FREEZE, in_order
 from curvlab.refusals import Refusal, Trap
+from curvlab.storage import tensor_digest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,13 +191,7 @@ def tensors(batch: Any) -> list[Tensor]:
 
 def digest(batches: Iterable[Any]) -> str:
     """A short hash over every tensor of ``batches``, for the record."""
-    total = hashlib.sha256()
-    for batch in batches:
-        for tensor in tensors(batch):
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-            total.update(flat.view(torch.uint8).numpy().data)
-    return total.hexdigest()[:16]
+    return tensor_digest(tensor for batch in batches for tensor in tensors(batch))[:16]
 
 
 def require_finite(batches: Batches) -> None:

@@ -38,9 +38,17 @@ def require_facts(path: str | Path, facts: Any, form: Mapping[str, Form]) -> dic
 
 
 def require_tensors(
-    path: str | Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    *,
+    finite: bool = True,
 ) -> dict[str, int]:
-    """The extents by their names, or :class:`StorageError` with the first that is wrong."""
+    """The extents by their names, or :class:`StorageError` with the first that is wrong.
+
+    Args:
+        finite: Whether NaN and infinity are wrong too.
+    """
     extents: dict[str, int] = {}
     for name, (dtype, *wanted) in shapes.items():
         tensor = tensors.get(name)
@@ -55,7 +63,16 @@ def require_tensors(
             raise StorageError(
                 f"{path} is damaged: its tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}"
             )
+        if finite:
+            require_finite(path, name, tensor)
     return extents
+
+
+def require_finite(path: str | Path, name: str, tensor: Tensor) -> None:
+    """Raise if the tensor holds NaN or infinity."""
+    wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    if not bool(wide.isfinite().all()):
+        raise StorageError(f"{path} is damaged: its tensor {name!r} holds NaN or infinity")
 
 
 def fits(value: Any, form: Form) -> bool:

@@ -32,7 +32,6 @@ except ImportError:  # not a POSIX system: what a killed process leaves stays th
 FORMAT = 1
 HEADER_BYTES = 100_000_000  # the format's own limit
 PIECE_BYTES = 1 << 24  # read at a time from a file that may be larger than the memory
-ALIGNMENT = 64  # bytes, of what torch allocates
 
 # torch's dtypes by the names that safetensors files use.
 DTYPES = {
@@ -44,6 +43,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
@@ -58,81 +58,9 @@ class MissingFileError(StorageError, FileNotFoundError):
     """A file that was to be read does not exist."""
 
 
-def save_tensors(
-    path: str | Path, kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
-) -> Path:
-    """Write ``tensors`` and ``manifest`` to ``path`` atomically; returns the path.
-
-    Args:
-        path: Of the file; its folder is made if missing.
-        kind: What the file holds (``"eigenpairs"``, ``"basis"``, ...); checked on load.
-        tensors: Any dtypes and devices; stored contiguous on the CPU.
-        manifest: JSON-serialisable facts to keep with them.
-    """
-    from safetensors.torch import save
-
-    stored = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    text = _manifest_text(kind, manifest)
-    header = {"curvlab": text, "sha256": _digest(text, stored)}
-    payload = save(stored, metadata=header)
-    write_atomically(path, lambda file: Path(file).write_bytes(payload))
-    return Path(path)
-
-
-def read_manifest(path: str | Path) -> dict[str, Any]:
-    """What a file says of itself: kind, versions, command, whatever its writer added.
-
-    Only the header is read; :func:`load_tensors` verifies the checksum.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise MissingFileError(f"{path} does not exist")
-    with path.open("rb") as file:
-        try:
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= min(path.stat().st_size - 8, HEADER_BYTES):
-                raise ValueError("its header does not fit into it")
-            text = _metadata(json.loads(file.read(length))).get("curvlab")
-        except _UNREADABLE as error:
-            raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
-    if text is None:
-        raise StorageError(f"{path} is a safetensors file, but curvlab did not write it")
-    return _manifest(path, text)
-
-
-def load_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file written by :func:`save_tensors`; verify its kind and checksum.
-
-    Returns:
-        The tensors (on the CPU) and the manifest.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    path = Path(path)
-    if not path.is_file():
-        raise MissingFileError(f"{path} does not exist")
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: _aligned(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
-    text = header.get("curvlab")
-    if text is None:
-        raise StorageError(f"{path} is a safetensors file, but curvlab did not write it")
-    if header.get("sha256") != _digest(text, tensors):
-        raise StorageError(f"{path} is damaged: its checksum does not match its content")
-    return tensors, _checked_manifest(path, text, kind)
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Where torch would have put it: some libraries round differently at another address."""
-    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
-
-
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A tensor that is never whole in memory.
+    """A tensor that need not be whole in memory.
 
     Attributes:
         read: Called for an iteration over consecutive parts along the first dimension; called
@@ -150,31 +78,46 @@ class Pieces:
 
     def whole(self) -> Tensor:
         """All parts, read now."""
-        parts = list(self.read())
-        return torch.cat(parts) if parts else torch.zeros(self.shape, dtype=self.dtype)
+        found, position = torch.zeros(self.shape, dtype=self.dtype), 0
+        for part in self.read():
+            if not self.shape:
+                return part
+            found[position : position + len(part)] = part
+            position += len(part)
+        return found
+
+
+def save_tensors(
+    path: str | Path, kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
+) -> Path:
+    """Write ``tensors`` and ``manifest`` to ``path`` atomically; returns the path.
+
+    Args:
+        path: Of the file; its folder is made if missing.
+        kind: What the file holds (``"eigenpairs"``, ``"basis"``, ...); checked on load.
+        tensors: Any of the dtypes in :data:`DTYPES`, on any devices.
+        manifest: JSON-serialisable facts to keep with them.
+    """
+    return save_pieces(path, kind, {n: Pieces.of(t) for n, t in tensors.items()}, manifest)
 
 
 def save_pieces(
     path: str | Path, kind: str, tensors: Mapping[str, Pieces], manifest: Mapping[str, Any]
 ) -> Path:
-    """:func:`save_tensors` for tensors larger than the memory; the same file, written in pieces."""
-    text = _manifest_text(kind, manifest)
+    """:func:`save_tensors` for tensors larger than the memory."""
+    facts = {**versions(), "command": command(), **manifest, "kind": kind, "format": FORMAT}
+    text = json.dumps(facts, sort_keys=True)
+    entries: dict[str, Any] = {"__metadata__": {"curvlab": text, "sha256": _digest(text, tensors)}}
     names = {dtype: name for name, dtype in DTYPES.items()}
-    entries: dict[str, Any] = {
-        "__metadata__": {"curvlab": text, "sha256": _digest_pieces(text, tensors)}
-    }
     # Widest first, so that every tensor starts at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     offset = 0
     for name in order:
-        tensor = tensors[name]
-        stop = offset + tensor.dtype.itemsize * torch.Size(tensor.shape).numel()
-        shape = list(tensor.shape)
-        entries[name] = {
-            "dtype": names[tensor.dtype],
-            "shape": shape,
-            "data_offsets": [offset, stop],
-        }
+        dtype, shape = tensors[name].dtype, list(tensors[name].shape)
+        stop = offset + dtype.itemsize * math.prod(shape)
+        if dtype not in names:
+            raise TypeError(f"{name} is {dtype}; a file holds {', '.join(map(str, names))}")
+        entries[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [offset, stop]}
         offset = stop
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
@@ -185,7 +128,7 @@ def save_pieces(
             file.write(header)
             for name in order:
                 for piece in tensors[name].read():
-                    file.write(_bytes(piece))
+                    file.write(tensor_bytes(piece))
             if file.tell() != 8 + len(header) + offset:
                 raise ValueError("the pieces of a tensor do not add up to its shape")
 
@@ -193,23 +136,64 @@ def save_pieces(
     return Path(path)
 
 
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """What a file says of itself: kind, versions, command, whatever its writer added.
+
+    Only the header is read; :func:`load_tensors` verifies the checksum.
+    """
+    with _opened(path) as (text, _, _):
+        return _manifest(Path(path), text)
+
+
+def load_tensors(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a file written by :func:`save_tensors`; verify its kind and checksum.
+
+    Returns:
+        The tensors (on the CPU) and the manifest.
+    """
+    with _opened(path) as (text, checksum, stored):
+        tensors = {name: pieces.whole() for name, pieces in stored.items()}
+    held = {name: Pieces.of(tensor) for name, tensor in tensors.items()}
+    return tensors, _verified(Path(path), text, checksum, held, kind)
+
+
 @contextmanager
 def open_pieces(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Pieces], dict[str, Any]]]:
     """:func:`load_tensors` for tensors larger than the memory: verified, then read in pieces."""
+    with _opened(path) as (text, checksum, stored):
+        yield stored, _verified(Path(path), text, checksum, stored, kind)
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[str, str | None, dict[str, Pieces]]]:
+    """A file's manifest as text, its checksum, and its tensors where they lie, none of it read."""
     path = Path(path)
     if not path.is_file():
-        raise MissingFileError(f"{path} does not exist")
+        state = "is not a file" if path.exists() else "does not exist"
+        raise MissingFileError(f"{path} {state}")
     with path.open("rb") as file:
         try:
             header, tensors = _stored_pieces(file, path.stat().st_size)
         except _UNREADABLE as error:
             raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
-        text = header.get("curvlab")
-        if text is None:
+        if "curvlab" not in header:
             raise StorageError(f"{path} is a safetensors file, but curvlab did not write it")
-        if header.get("sha256") != _digest_pieces(text, tensors):
-            raise StorageError(f"{path} is damaged: its checksum does not match its content")
-        yield tensors, _checked_manifest(path, text, kind)
+        yield header["curvlab"], header.get("sha256"), tensors
+
+
+def _verified(
+    path: Path, text: str, checksum: str | None, tensors: Mapping[str, Pieces], kind: str
+) -> dict[str, Any]:
+    """The manifest, once the checksum is right and the file is of that kind."""
+    if checksum != _digest(text, tensors):
+        raise StorageError(f"{path} is damaged: its checksum does not match its content")
+    manifest = _manifest(path, text)
+    if manifest["kind"] != kind:
+        raise StorageError(f"{path} holds a {manifest['kind']}, not a {kind}")
+    if manifest["format"] > FORMAT:
+        newer = manifest.get("curvlab", "of an unknown version")
+        raise StorageError(f"{path} was written by a newer curvlab ({newer}): update")
+    return manifest
 
 
 def _stored_pieces(file: BinaryIO, size: int) -> tuple[dict[str, str], dict[str, Pieces]]:
@@ -249,15 +233,20 @@ def _reader(
             file.seek(offset + start * row)
             data = torch.zeros(count * row, dtype=torch.uint8)
             if file.readinto(data.numpy().data) != count * row:  # type: ignore[attr-defined]
-                raise StorageError("the file ended while it was read")
+                raise StorageError(f"{file.name} ended while it was read")
             yield data.view(dtype).view(count, *shape[1:]) if shape else data.view(dtype).view(())
 
     return read
 
 
 def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
-    """Call ``write(temporary_path)``, then rename the result over ``path``; all or nothing."""
-    path = Path(path)
+    """Call ``write(temporary_path)``, then rename the result over ``path``; all or nothing.
+
+    A symbolic link stays one: what it points to is written.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise StorageError(f"could not write {path}: it is no file, and is left as it is")
     # Not mkstemp: its files are readable by their owner alone, whatever the user's umask says.
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:
@@ -294,8 +283,9 @@ def _remove_stale(path: Path) -> None:
     """Remove what killed processes left of files that were to become ``path``."""
     name = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
     for sibling in path.parent.glob(".*"):
-        if name.fullmatch(sibling.name):
-            with suppress(FileNotFoundError), sibling.open("rb") as file:
+        if name.fullmatch(sibling.name) and sibling.is_file():
+            # it may be gone, or another user's
+            with suppress(FileNotFoundError, PermissionError), sibling.open("rb") as file:
                 if _lock(file):
                     sibling.unlink()
 
@@ -316,21 +306,6 @@ def command() -> str:
     """The command line of this process, as it would be typed."""
     name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
     return shlex.join([name, *sys.argv[1:]])
-
-
-def _manifest_text(kind: str, manifest: Mapping[str, Any]) -> str:
-    facts = {**versions(), "command": command(), **manifest, "kind": kind, "format": FORMAT}
-    return json.dumps(facts, sort_keys=True)
-
-
-def _checked_manifest(path: Path, text: str, kind: str) -> dict[str, Any]:
-    manifest = _manifest(path, text)
-    if manifest["kind"] != kind:
-        raise StorageError(f"{path} holds a {manifest['kind']}, not a {kind}")
-    if manifest["format"] > FORMAT:
-        newer = manifest.get("curvlab", "of an unknown version")
-        raise StorageError(f"{path} was written by a newer curvlab ({newer}): update")
-    return manifest
 
 
 # What a header can be that is not one: no JSON, other types, names or numbers, nested too deep.
@@ -363,20 +338,26 @@ def _manifest(path: Path, text: str) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
-    return _digest_pieces(text, {name: Pieces.of(tensor) for name, tensor in tensors.items()})
-
-
-def _digest_pieces(text: str, tensors: Mapping[str, Pieces]) -> str:
+def _digest(text: str, tensors: Mapping[str, Pieces]) -> str:
     total = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"{name}:{tensor.dtype}:{tensor.shape}:".encode())
         for piece in tensor.read():
-            total.update(_bytes(piece))
+            total.update(tensor_bytes(piece))
     return total.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def tensor_digest(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 over dtypes, shapes and elements."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        total.update(tensor_bytes(tensor))
+    return total.hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The elements as they lie in a file."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

@@ -283,6 +283,14 @@ def test_rerun_takes_only_whole_options_of_verbs_that_make_files(run, place):
         ("eig", "by which command"),
         (["eig", "--model", "http.server:test", "--data", "curvlab.cli.demo:digits"], "--yes"),
         (["eig", "--model", "curvlab.netsx:f", "--data", "curvlab.cli.demo:digits"], "--yes"),
+        (
+            ["eig", "--model", "curvlab.nets:mlp.__call__", "--data", "curvlab.cli.demo:digits"],
+            "--yes",
+        ),
+        (["eig", *own[:2], "--data", "curvlab.tasks.download:main"], "--data curvlab.tasks.downl"),
+        (["eig", *own[:2], "--data", "curvlab.tasks.embedded.build:build"], "--yes"),
+        (["eig", *own, "--loss", "curvlab.losses:torch.hub.list"], "--yes"),
+        (["eig", *own, "--count", "curvlab.tasks:Path.cwd"], "--yes"),
     ):
         pairs.save("made.safetensors", {"arguments": arguments})
         code, _, err = run("rerun", "made.safetensors")

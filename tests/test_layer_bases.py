@@ -1,8 +1,5 @@
 """Layer bases hold what flowed through a model: one pass, orthonormal, extended, saved, merged."""
 
-import json
-import struct
-
 import pytest
 import torch
 from torch import nn
@@ -15,6 +12,7 @@ from curvlab.layerwise.layers import input_rows, output_rows
 from curvlab.layerwise.spans import Triangle, extend_to_share
 from curvlab.losses import sequence
 from curvlab.nets import gpt
+from curvlab.storage import load_tensors, save_tensors
 
 LIMIT = {torch.float32: 1e-6, torch.float64: 1e-13}  # of |V V' - I|
 
@@ -265,19 +263,9 @@ def test_bases_of_other_models_or_sides_are_not_merged():
 
 def rewritten(path, change):
     """The file with its manifest changed and its checksum made to fit again."""
-    from curvlab.storage import _digest, load_tensors
-
-    tensors, _ = load_tensors(path, "layer bases")
-    raw = path.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    manifest = json.loads(json.loads(raw[8 : 8 + length])["__metadata__"]["curvlab"])
+    tensors, manifest = load_tensors(path, "layer bases")
     change(manifest, tensors)
-    from safetensors.torch import save
-
-    text = json.dumps(manifest, sort_keys=True)
-    header = {"curvlab": text, "sha256": _digest(text, tensors)}
-    path.write_bytes(save(tensors, metadata=header))
-    return path
+    return save_tensors(path, "layer bases", tensors, manifest)
 
 
 LIES = {

@@ -1,6 +1,7 @@
 """Files are whole or absent, verified when read, and nothing in them is executed."""
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -190,6 +191,33 @@ def test_a_failed_write_leaves_the_previous_file(tmp_path):
 def interrupted(name):
     Path(name).write_text("half of")
     raise KeyboardInterrupt
+
+
+def test_a_symbolic_link_stays_one_and_its_target_is_written(tmp_path):
+    (tmp_path / "large disk").mkdir()
+    target, link = tmp_path / "large disk" / "kept", tmp_path / "latest"
+    link.symlink_to(target)  # which does not exist yet
+    for number in range(2):
+        save_tensors(link, "basis", {"x": torch.tensor(number)}, {})
+        assert link.is_symlink()
+        assert load_tensors(target, "basis")[0]["x"] == number
+    assert sorted(tmp_path.rglob("*")) == sorted([link, target.parent, target])
+
+
+def test_what_is_no_file_is_neither_replaced_nor_read(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # as /dev/null, which root could replace
+    for place in (pipe, tmp_path):
+        with pytest.raises(StorageError, match="it is no file"):
+            save_tensors(place, "basis", {}, {})
+        with pytest.raises(StorageError, match="is not a file"):
+            load_tensors(place, "basis")
+    assert pipe.is_fifo()
+
+
+def test_a_dtype_that_files_do_not_hold_is_named(tmp_path):
+    with pytest.raises(TypeError, match=r"x is torch\.complex64"):
+        save_tensors(tmp_path / "file", "basis", {"x": torch.zeros(2, dtype=torch.complex64)}, {})
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

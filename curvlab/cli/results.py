@@ -114,7 +114,7 @@ def rerun(options: Namespace) -> int:
     if foreign and not options.yes:
         raise UsageError(
             f"running that again calls {', '.join(foreign)}, code that the file names and that is "
-            "not curvlab's own. If you trust it, add --yes"
+            "not one of curvlab's own networks, data or losses. If you trust it, add --yes"
         )
     again.picture, again.quiet, again.json = [], True, True
     # What an earlier rerun left is replaced, of whichever model: showing a change is its purpose.
@@ -163,17 +163,19 @@ def _command(name: str, manifest: dict[str, Any]) -> Namespace:
 
 
 _PLACES = ("model", "data", "loss", "count")
-_OWN = ("curvlab.nets", "curvlab.tasks", "curvlab.losses", "curvlab.cli.demo")
+# What a file may have run without asking: these functions, not all that can be reached from theirs.
+_OWN = {
+    *(f"curvlab.nets:{n}" for n in ("gpt", "kwinners_mlp", "mlp", "slim_resnet18", "vit_cifar")),
+    *(f"curvlab.cli.demo:{name}" for name in ("digits", "network")),
+    *(f"curvlab.losses:{name}" for name in ("next_token", "sequence")),
+}
 
 
 def _factory(option: str, again: Namespace) -> str | None:
-    """``--option place:name`` if that is not curvlab's own code; names in torch are not code."""
+    """``--option place:name`` if that is none of curvlab's own; names in torch are not code."""
     given = getattr(again, option, None)
-    if given is None or ":" not in given:
-        return None
-    module = given.rpartition(":")[0]
-    own = any(module == name or module.startswith(f"{name}.") for name in _OWN)
-    return None if own else f"--{option} {given}"
+    known = given is None or ":" not in given or given in _OWN
+    return None if known else f"--{option} {given}"
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

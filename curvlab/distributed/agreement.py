@@ -6,9 +6,8 @@ digests; what they hold of the data must differ, since two ranks with the same s
 twice.
 """
 
-import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +20,7 @@ from curvlab.distributed.watch import RankError
 from curvlab.operators import Curvature, Operator
 from curvlab.parameters import Layout
 from curvlab.probe import LinearOperator, OperatorError
+from curvlab.storage import tensor_digest
 
 ACCIDENT = 8  # samples on two ranks that nobody is told of
 FAILED, NOT_FINITE = -1.0, -2.0  # in place of a fingerprint
@@ -48,8 +48,8 @@ def facts_of(part: LinearOperator) -> dict[str, Any]:
         problem = part.problem
         named = problem.named()
         facts |= {
-            "parameters": _digest(named[name] for name in sorted(named)),
-            "buffers": _digest(problem.buffers[name] for name in sorted(problem.buffers)),
+            "parameters": tensor_digest(named[name] for name in sorted(named)),
+            "buffers": tensor_digest(problem.buffers[name] for name in sorted(problem.buffers)),
             "reduction": problem.reduction,
             "loss": _name(problem.terms.loss),
             "precision": problem.precision,
@@ -92,7 +92,7 @@ def require_distinct(group: Group, part: LinearOperator | None) -> None:
     held, samples = None, torch.zeros(0, dtype=torch.int64)
     if isinstance(part, Curvature):
         joined = part.problem.batches.joined
-        held = _digest(t for batch in joined for t in tensors(batch))
+        held = tensor_digest(t for batch in joined for t in tensors(batch))
         samples = torch.cat([samples, *(_each(batch) for batch in joined)])
     seen: dict[str, int] = {}
     for rank, digest in enumerate(group.facts(held, "a comparison of data")):
@@ -185,15 +185,6 @@ def fingerprint(vectors: Tensor) -> int:
     total = int(vectors.contiguous().view(kind).sum(dtype=torch.int64))
     # The upper bits of a product with an odd constant depend on all bits of the sum.
     return (total * 0x9E3779B97F4A7C15 % 2**64) >> 42
-
-
-def _digest(found: Iterable[Tensor]) -> str:
-    total = hashlib.sha256()
-    for tensor in found:
-        total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        data = tensor.detach().cpu().contiguous().reshape(-1)
-        total.update(data.view(torch.uint8).numpy().data)
-    return total.hexdigest()
 
 
 def _name(loss: object) -> str:

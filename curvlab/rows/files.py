@@ -14,6 +14,7 @@ from curvlab_kernels.checks import STORAGE
 from curvlab_kernels.formats import BLOCK, LEVELS, padded
 from torch import Tensor
 
+from curvlab.manifest import require_finite
 from curvlab.rows.space import Space, Whole
 from curvlab.rows.tiers import Tier
 from curvlab.storage import Pieces, StorageError, open_pieces
@@ -66,10 +67,12 @@ def load(
         rows.store.make_room(size)
         position = 0
         for piece in tensors["rows"].read():
+            require_finite(path, "rows", piece)
             rows.store.write_rows(position, piece)
             position += piece.shape[0]
         position = 0
         for scales in tensors["scales"].read() if "scales" in tensors else ():
+            require_finite(path, "scales", scales)
             rows.store.write_scales(position, scales)
             position += scales.shape[0]
     rows.restore(gram.to(rows.device))

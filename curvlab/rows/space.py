@@ -25,6 +25,7 @@ from curvlab.storage import (
     open_pieces,
     save_pieces,
     save_tensors,
+    tensor_bytes,
     write_atomically,
 )
 
@@ -196,8 +197,7 @@ class Whole:
     def digest(self, rows: Tensor | None) -> str:
         if rows is None:
             return ""
-        data = rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return hashlib.sha256(data.numpy().data).hexdigest()
+        return hashlib.sha256(tensor_bytes(rows)).hexdigest()
 
     def exists(self, path: Path) -> bool:
         return path.exists()

@@ -18,8 +18,9 @@ from curvlab_kernels.formats import BLOCK, LEVELS
 from torch import Tensor
 
 from curvlab.rows.locked import locked
-from curvlab.storage import ALIGNMENT, StorageError
+from curvlab.storage import StorageError
 
+ALIGNMENT = 64  # bytes, of what torch allocates
 PIECE_BYTES = 1 << 28  # of rows in flight, when they do not all stay on the device
 
 

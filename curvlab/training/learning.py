@@ -16,13 +16,14 @@ from curvlab.learners.population import Loss
 from curvlab.learners.rooms import one_at_a_time, rooms
 from curvlab.learners.stacked import population_of
 from curvlab.learners.statistics import BatchNormPolicy
+from curvlab.storage import tensor_bytes
 from curvlab.tasks.samples import Task
 from curvlab.training.augment import Augment
 from curvlab.training.checks import advice_on_memory, check
 from curvlab.training.evaluate import Evaluation
 from curvlab.training.loop import Loop, summary
 from curvlab.training.progress import Progress
-from curvlab.training.record import Checkpoint, Record, data_digest, tensor_bytes
+from curvlab.training.record import Checkpoint, Record, data_digest
 from curvlab.training.run import Run
 from curvlab.training.schedule import Schedule
 

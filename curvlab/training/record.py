@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvlab.learners import Learner, Population
 from curvlab.manifest import COUNT, Shape, require_facts, require_tensors
-from curvlab.storage import StorageError, load_tensors, save_tensors
+from curvlab.storage import StorageError, load_tensors, save_tensors, tensor_bytes
 from curvlab.tasks.samples import Task
 from curvlab.training.curve import Curve
 from curvlab.training.run import MATRICES, Run
@@ -134,9 +134,8 @@ class Checkpoint:
             # a file from before the other two were measured has four
             if f"matrices/{name}" in tensors or not name.startswith(("task_", "class_"))
         }
-        require_tensors(
-            self.path, tensors, {**matrices, **dict.fromkeys(["initial", *kept], shape)}
-        )
+        require_tensors(self.path, tensors, matrices, finite=False)  # NaN: not measured yet
+        require_tensors(self.path, tensors, dict.fromkeys(["initial", *kept], shape))
         record.task, record.step = task, manifest["step"]
         record.timings = manifest["timings"]
         record.initial = tensors["initial"]
@@ -169,11 +168,6 @@ def data_digest(tasks: Sequence[Task]) -> str:
             for tensor in (samples.inputs, samples.targets):
                 total.update(tensor_bytes(tensor))
     return total.hexdigest()[:16]
-
-
-def tensor_bytes(tensor: Tensor) -> Any:
-    """The tensor's memory, for hashing."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -89,9 +89,8 @@ class Run:
         tasks = len(require_facts(path, manifest, form)["tasks"])
         shapes: dict[str, Shape] = {"test_accuracy": (torch.float64, tasks, tasks)}
         shapes |= {name: shapes["test_accuracy"] for name in MATRICES if name in tensors}
-        require_tensors(
-            path, tensors, {**shapes, "initial": (None, "P"), "snapshots": (None, "kept", "P")}
-        )
+        require_tensors(path, tensors, shapes, finite=False)  # NaN: not measured
+        require_tensors(path, tensors, {"initial": (None, "P"), "snapshots": (None, "kept", "P")})
         # a run kept before these were measured has none of them
         unknown = torch.full_like(tensors["test_accuracy"], float("nan"))
         fields = {name: tensors.get(name, unknown) for name in MATRICES}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from curvlab import LayerBases, layer_bases
 from curvlab.basis import Basis
 from curvlab.cli.load import load_weights
 from curvlab.cli.parser import UsageError
@@ -111,6 +112,19 @@ def _basis(folder: Path) -> Path:
     return basis.save(folder / "basis.safetensors")
 
 
+def _layer_bases(folder: Path) -> Path:
+    model, inputs = (
+        mlp((4, 5, 2), seed=3),
+        torch.randn(20, 4, generator=torch.Generator().manual_seed(0)),
+    )
+    return layer_bases(model, inputs, energy=0.9).save(folder / "bases.safetensors")
+
+
+def _spans(path: Path) -> Any:
+    found = LayerBases.load(path).layers
+    return [(name, None if b.into is None else b.into.rows().tolist()) for name, b in found.items()]
+
+
 def _shards(folder: Path) -> Path:
     with join():
         lanczos(Sharded(Dense(matrix())), 3).save(folder / "shards")
@@ -168,6 +182,7 @@ READERS: dict[str, Reader] = {
         lambda path: _fields(Density.load(path), "nodes", "weights", "n"),
     ),
     "basis": Reader(_basis, lambda path: Basis.load(path).rows().tolist()),
+    "layer bases": Reader(_layer_bases, _spans),
     "run": Reader(_run, lambda path: _fields(Run.load(path), "snapshots", "tasks", "seed")),
     "shards": Reader(_shards, _sharded),
     "shards' index": Reader(_current, lambda path: _sharded(path.parent / "state" / "file")),
@@ -235,6 +250,10 @@ def altered(path: Path) -> Iterator[Callable[[], None]]:
         for other in others:
             yield lambda n=name, o=other: write(manifest, {**tensors, n: o.contiguous().clone()})
         yield lambda n=name: write(manifest, {k: t for k, t in tensors.items() if k != n})
+        if tensor.is_floating_point() and tensor.numel():
+            holed = tensor.clone()
+            holed.view(-1)[-1] = float("nan")
+            yield lambda n=name, o=holed: write(manifest, {**tensors, n: o})
 
 
 def _places(facts: Any, depth: int = 3) -> Iterator[tuple[Any, ...]]:
