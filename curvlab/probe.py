@@ -20,11 +20,11 @@ from itertools import combinations
 from typing import Protocol, runtime_checkable
 
 import torch
-from curvlab_kernels import ops
 from torch import Tensor
 
 from curvlab.html import block
 from curvlab.refusals import Refusal, Trap
+from curvlab.rows.space import Space, space_of
 
 
 @runtime_checkable
@@ -148,13 +148,23 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
             the rounding measured.
     """
 
+    space = space_of(operator)
+
     def draw(count: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed + 1_000_003)  # solvers draw from the seed
         # float32 whatever the dtype: the same vectors for the same operator in another precision
-        rows = (
-            torch.randn(operator.n, generator=generator, dtype=torch.float32) for _ in range(count)
-        )
+        rows = (space.normal(generator, torch.float32) for _ in range(count))
         return [row.to(operator.dtype).to(operator.device) for row in rows]
+
+    def total(part: Tensor) -> float:
+        return float(space.total(part))
+
+    def norm(vector: Tensor) -> float:
+        narrow = vector.dtype not in (torch.float32, torch.float64)
+        return float(space.norm(vector.float() if narrow else vector))
+
+    def combined_norm(*terms: tuple[float, Tensor]) -> float:
+        return math.sqrt(total(_combined_square(*terms)))
 
     def product(vector: Tensor, exponent: int = 0) -> Tensor:
         # copies: an operator that reuses its output buffer or overwrites its input must show as
@@ -167,15 +177,15 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
     limit = usual_limit(operator.dtype, operator.n) if limit is None else limit
     vectors = draw(len(MIXTURE))
     images = [product(vector) for vector in vectors]
-    exponent = max((far_exponent(image) for image in images), key=abs)
+    exponent = max((far_exponent(image, space) for image in images), key=abs)
     images = [brought_near(image, exponent) for image in images]
-    lengths, sizes = [_norm(vector) for vector in vectors], [_norm(image) for image in images]
+    lengths, sizes = [norm(vector) for vector in vectors], [norm(image) for image in images]
     differences = []
     for i, j in combinations(range(len(MIXTURE)), 2):
         scale = sizes[i] * lengths[j] + sizes[j] * lengths[i]
         # Random vectors are nearly orthogonal to each other's images, so u'Av is far below |u||Av|;
         # sqrt(n) gives the scale at which an asymmetric operator of the same size would show.
-        difference = abs(_dot(vectors[i], images[j]) - _dot(vectors[j], images[i]))
+        difference = abs(total(_dot(vectors[i], images[j]) - _dot(vectors[j], images[i])))
         differences.append(_ratio(difference * operator.n**0.5, scale))
     symmetry = max(differences, key=lambda one: math.inf if math.isnan(one) else one)
     mixed = vectors.pop(0).mul_(MIXTURE[0])  # vectors can be large: as few as possible at a time
@@ -184,13 +194,13 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
     together = product(mixed, exponent)
     terms = zip((1.0, *(-factor for factor in MIXTURE)), (together, *images), strict=True)
     scale = sum(abs(factor) * size for factor, size in zip(MIXTURE, sizes, strict=True))
-    linearity = repeatability = _ratio(_combined_norm(*terms), scale)
+    linearity = repeatability = _ratio(combined_norm(*terms), scale)
     products = 4
     if not (linearity <= limit and symmetry <= limit):  # written so that a NaN fails
 
         def change(factor: float) -> float:
             image = product(draw(1)[0].mul_(factor), exponent)
-            return _ratio(_combined_norm((1.0, images[0]), (-1.0 / factor, image)), sizes[0])
+            return _ratio(combined_norm((1.0, images[0]), (-1.0 / factor, image)), sizes[0])
 
         repeatability = change(1.0)
         products = 5
@@ -207,11 +217,15 @@ PIECE = 1 << 15  # elements taken to float64 at a time: they stay in the cache
 FAR = 400  # binary exponent of a number whose squares, summed, may not be a float64
 
 
-def far_exponent(tensor: Tensor) -> int:
-    """The binary exponent of the largest element, if its squares leave float64; else 0."""
+def far_exponent(tensor: Tensor, space: Space | None = None) -> int:
+    """The binary exponent of the largest element, if its squares leave float64; else 0.
+
+    Of a vector of which ``tensor`` is a part, if it lives in a ``space``.
+    """
     if tensor.dtype != torch.float64 or not tensor.numel():
         return 0
-    largest = float(tensor.abs().max())
+    found = tensor.abs().max()
+    largest = float(found if space is None else space.largest(found))
     exponent = math.frexp(largest)[1] if math.isfinite(largest) else 0
     return max(-1000, min(1000, exponent)) if abs(exponent) > FAR else 0
 
@@ -221,25 +235,21 @@ def brought_near(tensor: Tensor, exponent: int) -> Tensor:
     return tensor * math.ldexp(1.0, -exponent) if exponent else tensor
 
 
-def _dot(a: Tensor, b: Tensor) -> float:
+def _dot(a: Tensor, b: Tensor) -> Tensor:
     pieces = zip(torch.split(a, PIECE), torch.split(b, PIECE), strict=True)
-    return float(sum(one.double() @ other.double() for one, other in pieces))
+    products = [one.double() @ other.double() for one, other in pieces]
+    return torch.stack(products).sum()
 
 
-def _norm(vector: Tensor) -> float:
-    narrow = vector.dtype not in (torch.float32, torch.float64)
-    return float(ops.norm(vector.float() if narrow else vector))
-
-
-def _combined_norm(*terms: tuple[float, Tensor]) -> float:
-    """The norm of a combination of vectors, in float64 without making it."""
+def _combined_square(*terms: tuple[float, Tensor]) -> Tensor:
+    """The squared norm of a combination of vectors, in float64 without making it."""
     squares = torch.zeros((), dtype=torch.float64, device=terms[0][1].device)
     for pieces in zip(*(torch.split(vector, PIECE) for _, vector in terms), strict=True):
         total = torch.zeros(len(pieces[0]), dtype=torch.float64, device=squares.device)
         for (factor, _), piece in zip(terms, pieces, strict=True):
             total.add_(piece, alpha=factor)
         squares += total @ total
-    return float(squares.sqrt())
+    return squares
 
 
 def _ratio(error: float, scale: float) -> float:

@@ -16,7 +16,7 @@ from curvlab.distributed import (
     launch,
 )
 from curvlab.eigen import lanczos
-from curvlab.operators import Hessian
+from curvlab.operators import Fisher, Hessian
 
 pytestmark = pytest.mark.distributed
 
@@ -90,7 +90,7 @@ def plain_and_wrapped(group, mesh):
     logger.removeHandler(handler)
     sharded = fully(network(), mesh)
     found["filled"] = error(fill(network(seed=9), sharded))
-    found["fsdp2"] = refusal(lambda: Hessian(sharded, cross_entropy, (inputs, targets)))
+    found["fsdp2"] = refusal(lambda: Fisher(sharded, cross_entropy, (inputs, targets)))
     split = tensor_parallel(network(), mesh)
     found["filled from tensor parallel"] = error(fill(network(seed=9), split))
     found["dtensor"] = refusal(lambda: Hessian(split, cross_entropy, (inputs, targets)))
@@ -191,17 +191,17 @@ def test_a_plain_model_is_filled_from_shards_and_gives_exact_products(found):
         assert "the two models have other parameters" in one["wrapped"]["other model"]
 
 
-def test_hessian_of_a_model_in_shards_is_refused_with_the_cure(found):
+def test_what_a_model_in_shards_cannot_have_is_refused_with_the_cure(found):
     for one in found:
         said = one["wrapped"]
+        assert "Hessian and GaussNewton take it as it is" in said["fsdp2"]
         assert "curvlab.distributed.fill(plain, model)" in said["fsdp2"]
-        assert "DifferenceHessian" in said["fsdp2"]
         assert "curvlab.distributed.TensorParallelHessian" in said["dtensor"]
 
 
-def test_fsdp2_has_no_second_derivatives_in_this_torch(found):
+def test_the_hooks_of_fsdp2_have_no_second_derivatives_in_this_torch(found):
     for one in found:
-        assert not one["wrapped"]["graph"], "FSDP2 has second derivatives now: use them"
+        assert not one["wrapped"]["graph"], "FSDP2's hooks have second derivatives now"
         assert "not have been used in the graph" in one["wrapped"]["autograd"]
 
 
@@ -234,7 +234,7 @@ def test_a_solver_finds_the_pairs_of_a_model_that_stays_in_shards(found):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("exact of fsdp2", "FSDP2 (fully_shard) cuts the graph of second derivatives"),
+        ("exact of fsdp2", "curvlab.Hessian takes it as it is"),
         ("other data", "rank 1 holds other data than rank 0"),
         ("not needed", "use Hessian or TensorParallelHessian, which are exact"),
         ("chunks", "rank 1 has 1 chunks of data and rank 0 has 2"),

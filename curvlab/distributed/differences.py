@@ -1,9 +1,10 @@
-"""A Hessian from differences of gradients, for models that have no second derivatives (FSDP2).
+"""A Hessian from differences of gradients, for FSDP2 models that cannot be had exactly.
 
-torch 2.13 trains a model after ``fully_shard`` but cuts the graph of second derivatives at its
-reduction. Where a plain copy of the model does not fit a rank, differences of gradients are what is
-left: four gradients per product, with an estimate of the error in every one; a product whose error
-is above the tolerance raises. Nothing falls back to this: it is used when it is named.
+``Hessian`` takes FSDP2 models as they are, exactly. Where it refuses one (a module that cannot be
+copied, a layer with no second derivative) and a plain copy does not fit a rank, differences of
+gradients are what is left: four gradients per product, with an estimate of the error in every one;
+a product whose error is above the tolerance raises. Nothing falls back to this: it is used when it
+is named.
 """
 
 import math
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.distributed.group import Group
-from curvlab.distributed.sharded_models import OfShards, fully_sharded, local, whole
+from curvlab.distributed.sharded_models import OfShards, local
+from curvlab.distributed.sharded_problem import whole
 from curvlab.operators import Objective
 from curvlab.operators.objective import Loss, require_scalar
+from curvlab.operators.policy import fully_sharded
 from curvlab.parameters import Selection
 from curvlab.probe import OperatorError
 

@@ -100,6 +100,13 @@ class Group:
         size = 0 if owner == self.rank else tensor.nbytes * self.size // (self.size - 1)
         return self._begin(what, size, lambda: dist.reduce(tensor, owner, async_op=True))
 
+    def begin_broadcast(self, owner: int, tensor: Tensor, what: str) -> Callable[[], None]:
+        """Start to give every rank what ``owner`` has in ``tensor``; calling the result waits."""
+        if self.size == 1:
+            return _nothing
+        size = tensor.nbytes * self.size if owner == self.rank else 0
+        return self._begin(what, size, lambda: dist.broadcast(tensor, owner, async_op=True))
+
     def gather(self, tensor: Tensor, what: str = "a gather") -> Tensor:
         """Every rank's ``tensor``, which has one shape on all: ``(size, *shape)``."""
         if self.size == 1:

@@ -1,11 +1,9 @@
-"""Models whose parameters are in shards (FSDP2, tensor parallelism), and what curvature needs.
+"""A plain model filled with the parameters of one in shards (FSDP2, tensor parallelism).
 
-Measured with torch 2.13 on gloo: FSDP2 (``fully_shard``) trains, but ``torch.autograd.grad`` does
-not find its parameters in the graph, and gradients from ``backward(create_graph=True)`` come out of
-its reduction without a graph: there are no second derivatives, exact or otherwise, through it.
-Tensor-parallel ``DTensor`` parameters do have them, but not as one flat vector. For both the way is
-a plain model of the same code, filled with the whole parameters on every rank; the operator's
-products are then divided over ranks by data, and its vectors and bases by shards.
+``Hessian`` and ``GaussNewton`` take FSDP2 models as they are, ``TensorParallelHessian`` takes
+tensor-parallel ones. For everything else there is a plain model of the same code, filled with the
+whole parameters on every rank; the operator's products are then divided over ranks by data, and its
+vectors and bases by shards.
 """
 
 import torch

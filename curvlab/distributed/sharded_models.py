@@ -1,10 +1,10 @@
-"""Curvature of models whose parameters stay in shards: what FSDP2 and tensor parallelism allow.
+"""Curvature of tensor-parallel models, whose parameters and computations torch divides itself.
 
 :class:`TensorParallelHessian` is for parameters that are ``DTensor`` (``parallelize_module``,
-``distribute_tensor``), which torch 2.13 differentiates twice: products are exact. Through FSDP2 it
-has no second derivatives; see :mod:`curvlab.distributed.differences`. In both, vectors are whole on
-every rank during a product, and the parameters never are. Every rank makes the same calls.
-``Sharded(...)`` around either keeps a solver's rows in shards.
+``distribute_tensor``), which torch 2.13 differentiates twice: products are exact. Vectors are whole
+on every rank during a product, and the parameters never are. Every rank makes the same calls.
+``Sharded(...)`` around it keeps a solver's rows in shards. FSDP2 models are another matter:
+:mod:`curvlab.distributed.fully_sharded`.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvlab.batches import digest, freeze, sample_count
 from curvlab.distributed.agreement import fingerprint
 from curvlab.distributed.group import Group, current
+from curvlab.distributed.sharded_problem import whole
 from curvlab.distributed.watch import RankError
 from curvlab.operators import Objective, Operator
 from curvlab.operators.objective import Loss, require_scalar, stated_reduction, terms
-from curvlab.operators.policy import training_flags
+from curvlab.operators.policy import fully_sharded, training_flags
 from curvlab.parameters import Selection, layout_of, select_parameters
 from curvlab.probe import OperatorError
 
@@ -108,9 +109,8 @@ class TensorParallelHessian(OfShards):
     ) -> None:
         if fully_sharded(model):
             raise TypeError(
-                "FSDP2 (fully_shard) cuts the graph of second derivatives: fill a plain model with "
-                "curvlab.distributed.fill(plain, model); or, if that does not fit a rank, ask for "
-                "differences of gradients: curvlab.distributed.DifferenceHessian"
+                "an FSDP2 model (fully_shard) is not tensor parallel: curvlab.Hessian takes it as "
+                "it is"
             )
         super().__init__(model, loss, data, select, chunk, group)
         said = self.group.facts(digest(self.batches), "a comparison of data")
@@ -167,17 +167,6 @@ class TensorParallelHessian(OfShards):
         if len(self.batches) == 1:
             self._kept = list(found)
         return list(found)
-
-
-def fully_sharded(model: nn.Module) -> bool:
-    """Whether ``model`` has been through FSDP2."""
-    return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank."""
-    gather = getattr(tensor.detach(), "full_tensor", None)  # a DTensor's; importing it takes long
-    return tensor.detach() if gather is None else gather()
 
 
 def local(tensor: Tensor) -> Tensor:

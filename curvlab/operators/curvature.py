@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from curvlab.batches import digest, rows, sample_count, tensors
 from curvlab.operators.objective import Loss, Objective, Reduction
 from curvlab.operators.operator import Operator
-from curvlab.operators.policy import BAND, Mode, Precision, arithmetic
+from curvlab.operators.policy import BAND, Mode, Precision, arithmetic, fully_sharded, inner
 from curvlab.operators.problem import TRIED, Chunk, ChunkSize, Count, Problem
 from curvlab.operators.products import sizing
 from curvlab.operators.products.autograd import Product
@@ -39,6 +39,14 @@ class Curvature(Operator):
 
     needs_outputs = False  # apart from the loss
     second = True  # whether second derivatives of the model are taken
+
+    def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "Curvature":
+        """Of an FSDP2 model: the same curvature in shards."""
+        if isinstance(model, nn.Module) and fully_sharded(inner(model)):
+            from curvlab.distributed.fully_sharded import KINDS
+
+            return super().__new__(KINDS.get(cls, cls))
+        return super().__new__(cls)
 
     def __init__(
         self,

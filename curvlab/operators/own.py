@@ -53,13 +53,13 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if id(module) in memo:
         known: nn.Module = memo[id(module)]
         return known
-    kind = type(module)
+    kind = _plain_class(module)
     if hasattr(kind, "__deepcopy__") or kind.__reduce_ex__ is not object.__reduce_ex__:
         made: nn.Module = copy.deepcopy(module, memo)
         return made
     made = memo[id(module)] = kind.__new__(kind)
     attributes = vars(made)
-    for name, value in vars(module).items():
+    for name, value in _plain_attributes(module):
         if isinstance(value, _ATOMS):
             attributes[name] = value
         elif name in ("_parameters", "_buffers"):
@@ -73,6 +73,30 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         else:
             attributes[name] = copy.deepcopy(value, memo)
     return made
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class before FSDP2 (``fully_shard``) put its own in front of it."""
+    kinds = type(module).__mro__
+    names = [kind.__name__ for kind in kinds]
+    return kinds[names.index("FSDPModule") + 1] if "FSDPModule" in names else kinds[0]
+
+
+def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The module's attributes without what FSDP2 left there: its state, and hooks that gather."""
+    managed = getattr(module, "_is_fsdp_managed_module", False)
+    for name, value in vars(module).items():
+        if managed and name.startswith("__composable_api_"):
+            continue
+        if managed and name.endswith("_hooks"):
+            own = {k: hook for k, hook in value.items() if not _of_fsdp(hook)}
+            value = type(value)(own)
+        yield name, value
+
+
+def _of_fsdp(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # torch wraps those that get their module
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 class Traces:

@@ -61,22 +61,25 @@ def inner(model: nn.Module) -> nn.Module:
         model = inside
 
 
+def fully_sharded(model: nn.Module) -> bool:
+    """Whether ``model`` has been through FSDP2 (``fully_shard``)."""
+    return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+
+
 def _require_whole(model: nn.Module) -> None:
     """Raise if parameters are in shards, with what there is for them."""
-    plain = (
-        "make a plain model of the same code, fill it with curvlab.distributed.fill(plain, model) "
-        "on every rank, and use that"
-    )
-    if any(hasattr(module, "_get_fsdp_state") for module in model.modules()):
+    if fully_sharded(model):
         raise TypeError(
-            "the model's parameters are in shards (FSDP), and torch cuts the graph of second "
-            f"derivatives where it gathers them: {plain}; or, if it does not fit a rank, use "
-            "curvlab.distributed.DifferenceHessian, which takes differences of gradients"
+            "the model's parameters are in shards (FSDP2): Hessian and GaussNewton take it as it "
+            "is; for everything else make a plain model of the same code and fill it with "
+            "curvlab.distributed.fill(plain, model) on every rank"
         )
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise TypeError(
-            "the model's parameters are in shards (DTensor), which do not make one flat vector: "
-            f"use curvlab.distributed.TensorParallelHessian, which is exact; or {plain}"
+            "the model's parameters are in shards (DTensor): use "
+            "curvlab.distributed.TensorParallelHessian, which is exact; or make a plain model of "
+            "the same code, fill it with curvlab.distributed.fill(plain, model) on every rank, and "
+            "use that"
         )
 
 

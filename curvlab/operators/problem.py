@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -96,7 +97,7 @@ class Problem:
         dtype: torch.dtype | None = None,
         precision: Precision = "exact",
     ) -> None:
-        self.model = unwrap(model)
+        self.model = self._inner(model)
         self.terms = terms(loss)
         stated = stated_reduction(loss)
         self.precision = precision
@@ -127,29 +128,50 @@ class Problem:
         self.normaliser = 1.0
         self.known: dict[int, float] = {}  # losses of joined batches that were found to add up
         with arithmetic(self.device, precision):
-            try:
-                self._settle(reduction, stated)
-            except Refusal:
-                raise
-            except (
-                ArithmeticError,
-                AssertionError,
-                LookupError,
-                RuntimeError,
-                ValueError,
-            ) as error:
-                if self.whole:
-                    raise
-                settle_whole(self, error)
-                self._settle(reduction, stated)
+            self._settle(reduction, stated)
+
+    _inner = staticmethod(unwrap)
 
     def _settle(self, reduction: Reduction | None, stated: Reduction | None) -> None:
-        require_deterministic(self)
-        self.reduction = settle_reduction(self, reduction, stated)
+        """Is it one function, and summed how? A batch that cannot be cut is taken whole."""
+        try:
+            require_deterministic(self)
+            self.reduction = settle_reduction(self, reduction, stated)
+        except Refusal:
+            raise
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
+            if self.whole:
+                raise
+            settle_whole(self, error)
+            self._settle(reduction, stated)
 
     def _take_parameters(self, select: Selection, dtype: torch.dtype | None) -> None:
-        chosen = select_parameters(self.model, select)
+        chosen = self._choose(select, dtype)
         self.layout = layout_of(chosen)
+
+        def own_copy(tensor: Tensor) -> Tensor:
+            cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            return tensor.detach().to(cast, copy=True)
+
+        everything = dict(self.model.named_parameters())
+        for name, parameter in everything.items():
+            if not bool(torch.isfinite(parameter).all()):
+                raise ValueError(f"parameter {name!r} holds NaN or infinity: there is no curvature")
+        self.parameters = tuple(own_copy(p).requires_grad_() for p in chosen.values())
+        others = {n: p for n, p in everything.items() if n not in chosen}
+        kept = {n for n, p in others.items() if dtype is not None and is_narrow(p, dtype)}
+        self.narrow = bool(kept)  # whether frozen weights are widened where they are used
+        self.fixed = {
+            f"model.{name}": parameter.detach().clone() if name in kept else own_copy(parameter)
+            for name, parameter in others.items()
+        }
+        self._frozen = frozenset(storage_of(self.fixed[f"model.{name}"]) for name in kept)
+        self.buffers = {f"model.{n}": own_copy(b) for n, b in self.model.named_buffers()}
+        self._names = [f"model.{name}" for name in chosen]
+
+    def _choose(self, select: Selection, dtype: torch.dtype | None) -> dict[str, nn.Parameter]:
+        """The selected parameters, all of one kind; settles device and dtype."""
+        chosen = select_parameters(self.model, select)
         kinds = {(parameter.dtype, parameter.device) for parameter in chosen.values()}
         if len({device for _, device in kinds}) > 1:
             raise ValueError(f"the selected parameters are on several devices: {kinds}")
@@ -174,33 +196,13 @@ class Problem:
                 'pass dtype=torch.float32 (--dtype float32), with precision="bfloat16" if the '
                 "speed is wanted"
             )
-
-        def own_copy(tensor: Tensor) -> Tensor:
-            cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            return tensor.detach().to(cast, copy=True)
-
-        everything = dict(self.model.named_parameters())
-        for name, parameter in everything.items():
-            if not bool(torch.isfinite(parameter).all()):
-                raise ValueError(f"parameter {name!r} holds NaN or infinity: there is no curvature")
-        self.parameters = tuple(own_copy(p).requires_grad_() for p in chosen.values())
-        others = {n: p for n, p in everything.items() if n not in chosen}
-        kept = {n for n, p in others.items() if dtype is not None and is_narrow(p, dtype)}
-        self.narrow = bool(kept)  # whether frozen weights are widened where they are used
-        self.fixed = {
-            f"model.{name}": parameter.detach().clone() if name in kept else own_copy(parameter)
-            for name, parameter in others.items()
-        }
-        self._frozen = frozenset(storage_of(self.fixed[f"model.{name}"]) for name in kept)
-        self.buffers = {f"model.{n}": own_copy(b) for n, b in self.model.named_buffers()}
-        self._names = [f"model.{name}" for name in chosen]
+        return chosen
 
     def use_own_modules(self) -> None:
         """Copy the modules, with this problem's tensors in them."""
-        everything = {**self.fixed, **dict(zip(self._names, self.parameters, strict=True))}
         # buffers are copied once more, because the forward pass may write to them
-        tensors = {**everything, **{name: b.clone() for name, b in self.buffers.items()}}
-        own = own_copy(self.model, {n.removeprefix("model."): t for n, t in tensors.items()})
+        buffers = {name.removeprefix("model."): b.clone() for name, b in self.buffers.items()}
+        own = own_copy(self.model, {**self._in_modules(), **buffers})
         if own is None:
             self._borrow_modules()
             return
@@ -209,6 +211,10 @@ class Problem:
         self._modules, self._traces = _Call(own), Traces(own)
         self._held = self.parameters, self.fixed, self.buffers
         self.borrowed = False
+
+    def _in_modules(self) -> dict[str, Tensor]:
+        """What stands in the modules for the parameters."""
+        return self.named()
 
     def _borrow_modules(self) -> None:
         """Use the user's own, with this problem's tensors swapped in for each evaluation.
@@ -331,19 +337,19 @@ class Problem:
     def _blocks(self, seed: int) -> contextlib.AbstractContextManager[None]:
         if self._second is None:
             return contextlib.nullcontext()
+        return recomputing(self.blocks, partial(self._again, seed), self._second)
 
-        @contextlib.contextmanager
-        def again(block: nn.Module) -> Iterator[None]:
-            with arithmetic(self.device, self.precision), self._evaluation(seed):
-                traces = Traces(block)
-                for module in block.modules() if self.borrowed else ():
-                    module.training = self.flags[module]
-                try:
-                    yield
-                finally:
-                    traces.undo()
-
-        return recomputing(self.blocks, again, self._second)
+    @contextlib.contextmanager
+    def _again(self, seed: int, block: nn.Module) -> Iterator[None]:
+        """As :meth:`_run`, for one block that is computed again."""
+        with arithmetic(self.device, self.precision), self._evaluation(seed):
+            traces = Traces(block)
+            for module in block.modules() if self.borrowed else ():
+                module.training = self.flags[module]
+            try:
+                yield
+            finally:
+                traces.undo()
 
     def named(self) -> dict[str, Tensor]:
         """All parameters, selected or not, by their names in the model."""

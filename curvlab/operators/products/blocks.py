@@ -12,7 +12,7 @@ a plain one when the operator is made (:func:`curvlab.operators.verify.require_s
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,24 @@ REMEDY = (
 )
 TENSOR = object()  # stands where a tensor belongs; None is a result of its own
 Context = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
+
+
+class Holding(Protocol):
+    """How parameters are held while they are not in use; ``parameters`` are a block's own."""
+
+    def pieces(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What a graph keeps of each."""
+        ...
+
+    def open(self, parameters: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Tensor]:
+        """What a block works with, of what is kept of each, or of something as long."""
+        ...
+
+    def close(
+        self, parameters: Sequence[Tensor], tensors: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The other way, for derivatives."""
+        ...
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -61,7 +79,9 @@ def _owns(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def recomputing(blocks: Sequence[nn.Module], again: Context, second: bool) -> Iterator[None]:
+def recomputing(
+    blocks: Sequence[nn.Module], again: Context, second: bool, holding: Holding | None = None
+) -> Iterator[None]:
     """Within the context a call of one of ``blocks`` keeps its inputs and nothing of its inside.
 
     Args:
@@ -70,10 +90,11 @@ def recomputing(blocks: Sequence[nn.Module], again: Context, second: bool) -> It
             derivatives, arithmetic.
         second: Whether second derivatives are wanted in full, as for a Hessian. If not, the first
             derivatives can be differentiated with respect to their seed only, as for ``J v``.
+        holding: How the blocks' parameters are held between their uses; by default as they are.
     """
     for block in blocks:
         # An attribute, which hides the method of the class; hooks run around it as always.
-        block.__dict__["forward"] = _Recomputed(block, block.forward, again, second)
+        block.__dict__["forward"] = _Recomputed(block, block.forward, again, second, holding)
     try:
         yield
     finally:
@@ -91,6 +112,7 @@ class _Recomputed:
     original: Callable[..., Any]
     again: Context
     second: bool
+    holding: Holding | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parameters, buffers = dict(self.block.named_parameters()), dict(self.block.named_buffers())
@@ -98,12 +120,15 @@ class _Recomputed:
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         # Kept as they are now: a block may change its buffers, as BatchNorm does.
         before = [buffer.clone() for buffer in buffers.values()]
-        tensors = [*parameters.values(), *before, *(leaves[i] for i in where)]
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+        own: list[Tensor] = list(parameters.values())
+        pieces = own if self.holding is None else self.holding.pieces(own)
+        tensors = [*pieces, *before, *(leaves[i] for i in where)]
+        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if self.holding is None and not differentiated:
             return self.original(*args, **kwargs)
         states = [generator.get_state() for generator in generators(tensors[0].device)]
-        call = _Call(self, [*parameters, *buffers], len(parameters), leaves, spec, where, states)
-        return call.structured(recomputed(call, tensors))
+        call = _Call(self, own, [*parameters, *buffers], leaves, spec, where, states)
+        return call.structured(recomputed(call, tensors) if differentiated else call.run(tensors))
 
 
 @dataclass(eq=False)
@@ -111,8 +136,8 @@ class _Call:
     """One call of a block: how to run it again on other tensors, and how its results lie."""
 
     of: _Recomputed
+    own: list[Tensor]  # the parameters
     names: list[str]  # of the parameters, then of the buffers
-    parameters: int
     leaves: list[Any]
     spec: TreeSpec
     where: list[int]
@@ -127,7 +152,24 @@ class _Call:
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the block returns; it may change its own buffers, this first time."""
-        return self._run(tensors, self.names[: self.parameters])
+        opened = self.open(tensors, range(len(tensors)))
+        return self._run(opened, self.names[: len(self.own)])
+
+    @property
+    def divided(self) -> int:
+        return 0 if self.of.holding is None else len(self.own)
+
+    def open(self, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+        if self.of.holding is None:
+            return list(tensors)
+        own = [self.own[place] for place in places if place < len(self.own)]
+        return [*self.of.holding.open(own, tensors[: len(own)]), *tensors[len(own) :]]
+
+    def close(self, tensors: Sequence[Tensor | None], places: Sequence[int]) -> list[Tensor | None]:
+        if self.of.holding is None:
+            return list(tensors)
+        own = [self.own[place] for place in places if place < len(self.own)]
+        return [*self.of.holding.close(own, tensors[: len(own)]), *tensors[len(own) :]]
 
     def _run(self, tensors: Sequence[Tensor], given: Sequence[str]) -> list[Tensor]:
         """The tensors that the block returns for these arguments and these ``given`` tensors."""
@@ -152,7 +194,7 @@ class _Call:
         with self.of.again(self.of.block), Rewritten(second=self.of.second):
             for generator, state in zip(generators(tensors[0].device), self.states, strict=True):
                 generator.set_state(state)  # the context puts back the caller's
-            first, end = self.parameters, len(self.names)
+            first, end = len(self.own), len(self.names)
             buffers = [buffer.clone() for buffer in tensors[first:end]]  # changed once more
             try:
                 return self._run([*tensors[:first], *buffers, *tensors[end:]], self.names)

@@ -28,17 +28,28 @@ class Function(Protocol):
     Attributes:
         second: Whether second derivatives are wanted in full, as for a Hessian. If not, the first
             derivatives can be differentiated with respect to their seeds only, as for ``J v``.
+        divided: How many inputs, the first ones, are kept in another form than they are used in.
     """
 
     @property
     def second(self) -> bool: ...
+    @property
+    def divided(self) -> int: ...
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The outputs; called once, without gradients."""
         ...
 
     def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same outputs with their graph; called in backward passes."""
+        """The same outputs with their graph; called in backward passes, with opened tensors."""
+        ...
+
+    def open(self, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+        """What is worked with, of ``tensors`` as they are kept: inputs number ``places``."""
+        ...
+
+    def close(self, tensors: Sequence[Tensor | None], places: Sequence[int]) -> list[Tensor | None]:
+        """The other way, for derivatives."""
         ...
 
 
@@ -48,11 +59,20 @@ class Formula:
 
     function: Callable[..., Tensor]
     second: bool = True
+    divided: int = 0
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self.function(*tensors)]
 
     again = run
+
+    def open(self, tensors: Sequence[Tensor], _places: Sequence[int]) -> list[Tensor]:
+        return list(tensors)
+
+    def close(
+        self, tensors: Sequence[Tensor | None], _places: Sequence[int]
+    ) -> list[Tensor | None]:
+        return list(tensors)
 
 
 def recomputed(function: Function, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -92,78 +112,93 @@ class _Value(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         if not ctx.function.second:
             tensors = [tensor.detach() for tensor in tensors]
-        gradients = _Gradient.apply(ctx.function, wanted, len(tensors), *tensors, *seeds)  # type: ignore[no-untyped-call]
+        valued = not torch.is_grad_enabled()  # or made in order to be differentiated
+        asked = _Asked(ctx.function, wanted, valued)
+        gradients = _Gradient.apply(asked, len(tensors), *tensors, *seeds)  # type: ignore[no-untyped-call]
         given = iter(gradients)
         return None, *(next(given) if need else None for need in wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Which inputs' gradients are asked for, and whether their values are used."""
+
+    function: Function
+    wanted: Sequence[bool]
+    valued: bool
+
+    @property
+    def places(self) -> list[int]:
+        return [place for place, want in enumerate(self.wanted) if want]
 
 
 class _Gradient(torch.autograd.Function):
     """The gradients of the ``wanted`` inputs for seeds at the outputs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, function: Function, wanted: Sequence[bool], count: int, *given: Tensor
-    ) -> Any:
-        ctx.function, ctx.wanted, ctx.count = function, wanted, count
+    def forward(ctx: Any, asked: _Asked, count: int, *given: Tensor) -> Any:
+        ctx.asked, ctx.count = asked, count
         ctx.save_for_backward(*given)
-        leaves, _, gradients = _first(function, wanted, given[:count], given[count:], create=False)
+        _, _, found = _first(asked, given[:count], given[count:], create=False)
+        places = asked.places
+        # of a gradient that is made to be differentiated, what is divided is only a shape
+        useless = 0 if asked.valued else asked.function.divided
+        kept = [g if p >= useless else None for p, g in zip(places, found, strict=True)]
+        gradients = asked.function.close(kept, places)
         return tuple(
-            torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(leaves, gradients, strict=True)
+            torch.zeros_like(given[place]) if gradient is None else gradient
+            for place, gradient in zip(places, gradients, strict=True)
         )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *along: Tensor) -> Any:
-        given, count = ctx.saved_tensors, ctx.count
-        tensors, seeds = given[:count], given[count:]
-        leaves, seeds, gradients = _first(ctx.function, ctx.wanted, tensors, seeds, create=True)
+        asked, given, count = ctx.asked, ctx.saved_tensors, ctx.count
+        leaves, seeds, gradients = _first(asked, given[:count], given[count:], create=True)
+        directions = asked.function.open(along, asked.places)
         roots = [
             (gradient, direction)
-            for gradient, direction in zip(gradients, along, strict=True)
+            for gradient, direction in zip(gradients, directions, strict=True)
             if gradient is not None and gradient.requires_grad
         ]
-        need = ctx.needs_input_grad[3:]
         leaf = iter(leaves)
-        sources = [next(leaf) if chosen else None for chosen in ctx.wanted] + list(seeds)
-        asked = [
-            source
-            for source, needed in zip(sources, need, strict=True)
-            if needed and source is not None and source.requires_grad
-        ]
-        images = iter(
-            torch.autograd.grad(
+        sources = [next(leaf) if chosen else None for chosen in asked.wanted] + list(seeds)
+        needed = enumerate(zip(sources, ctx.needs_input_grad[2:], strict=True))
+        used = {
+            place: source
+            for place, (source, need) in needed
+            if need and source is not None and source.requires_grad
+        }
+        result: list[Tensor | None] = [None] * len(sources)
+        if roots and used:
+            images = torch.autograd.grad(
                 [gradient for gradient, _ in roots],
-                asked,
+                list(used.values()),
                 [direction for _, direction in roots],
                 allow_unused=True,
             )
-            if roots and asked
-            else [None] * len(asked)
-        )
-        chosen = {id(source) for source in asked}
-        result = [
-            next(images) if source is not None and id(source) in chosen else None
-            for source in sources
-        ]
-        return None, None, None, *result
+            for place, image in zip(used, images, strict=True):
+                result[place] = image
+        closed = asked.function.close(result[:count], range(count))
+        return None, None, *closed, *result[count:]
 
 
 def _first(
-    function: Function,
-    wanted: Sequence[bool],
+    asked: _Asked,
     tensors: Sequence[Tensor],
     seeds: Sequence[Tensor],
     *,
     create: bool,
 ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor | None]]:
     """Run the function again and take its first derivative: leaves, seeds as leaves, gradients."""
+    opened = asked.function.open(tensors, range(len(tensors)))
     fresh = [
-        tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, wanted, strict=True)
+        tensor.detach().requires_grad_(need)
+        for tensor, need in zip(opened, asked.wanted, strict=True)
     ]
-    leaves = [tensor for tensor, need in zip(fresh, wanted, strict=True) if need]
+    leaves = [fresh[place] for place in asked.places]
     with torch.enable_grad():  # a Function is run without
-        outputs = function.again(fresh)
+        outputs = asked.function.again(fresh)
         seeds = [s.detach().requires_grad_(create and s.is_floating_point()) for s in seeds]
         pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
         gradients = torch.autograd.grad(
