@@ -12,6 +12,7 @@ from benchmarks.trained import SMALL, trained
 from curvlab import GaussNewton, Hessian, lanczos
 from curvlab.basis import basis_bytes
 from curvlab.batches import read
+from curvlab.eigen.room import PASSING, Room
 from curvlab.nets import mlp, slim_resnet18, vit_cifar
 from curvlab.operators.products.sizing import Cost
 from curvlab.plan import MACHINES, plan, plan_counted, scaled
@@ -158,10 +159,34 @@ def test_a_plan_reads_well_and_goes_to_json():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="k= is between 1 and n = 1000000; got 0"):
-        plan_of(k=0)
+    with pytest.raises(ValueError, match=r"k= is between 0 \(one product\) and n = 1000000"):
+        ValueError, match=r"k= is between 0 \(one product\) and n = 1000000; got -1"
+    ):
+        plan_of(k=-1)
     with pytest.raises(ValueError, match="samples can be counted"):
         plan(nn.Linear(3, 2), cross_entropy, (torch.zeros(4, 3), torch.zeros(5).long()))
+
+
+def test_a_product_alone_and_rows_in_little_room_are_planned_without_the_usual_rows():
+    whole, alone = plan_of(available=10**10), plan_of(available=10**10, k=0)
+    assert (alone.products, alone.solver) == (1, 0)
+    assert alone.peak == whole.peak - whole.solver
+    for room, rows in ((Room(rows=20), 20), (Room(file="rows"), 0), (Room(bytes=10**8), 1)):
+        unit = scaled(UNIT, 100, 10, 1e-3, 1, 10**10, 1, 1e9, room=room)
+        assert unit.solver == (rows + 2 * 10 + PASSING) * UNIT.n * UNIT.element
+
+
+def test_counting_leaves_a_tied_model_tied_and_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False))
+    model[2].weight = model[0].weight
+    model.train()
+    tokens = torch.zeros(8, dtype=torch.int64)
+    unit = counted(model, cross_entropy, (tokens, tokens), MACHINES["cpu"])
+    assert unit.n == 6 * 4 + 4 * 4 + 4
+    assert model[2].weight is model[0].weight
+    assert model[0].weight.device.type == "cpu"
+    assert model.training
 
 
 def test_a_model_that_never_had_memory_can_be_planned():

@@ -76,7 +76,7 @@ def doctor(parser: ArgumentParser) -> None:
 
 def plan(parser: ArgumentParser) -> None:
     _model(parser)
-    parser.add_argument("--k", type=whole(1), default=10, help="pairs (10)")
+    parser.add_argument("--k", type=whole(0), default=10, help="pairs (10); 0 for a product")
     parser.add_argument("--tol", type=between(0.0, 1.0), default=1e-3)
     parser.add_argument("--tasks", type=whole(1), default=1, help="tasks the memory M is to hold")
     parser.add_argument("--memory", type=size, help="bytes there are, such as 8G (what is free)")

@@ -30,9 +30,10 @@ from curvlab.operators.hessian import Hessian
 from curvlab.operators.objective import Loss, Objective, Reduction
 from curvlab.operators.policy import BAND, Mode, Precision, arithmetic, inner
 from curvlab.operators.problem import TRIED, Chunk, ChunkSize, Count
-from curvlab.operators.products import memory
+from curvlab.operators.products import sizing
 from curvlab.operators.products.blocks import REMEDY
 from curvlab.operators.products.choose import Engine
+from curvlab.operators.products.free import free_bytes
 from curvlab.operators.verify import FEW
 from curvlab.parameters import Selection
 from curvlab.probe import Certificate, OperatorError, probe
@@ -112,10 +113,10 @@ class FullySharded(Curvature):
         if budget is None:
             hosts = group.facts(f"{socket.gethostname()} {os.uname().nodename}", "hosts")
             here = hosts.count(hosts[group.rank])
-            budget = memory.default_budget(memory.free_bytes(self.device) / here)
+            budget = sizing.default_budget(free_bytes(self.device) / here)
         data = sum(t.nbytes for batch in problem.batches.joined for t in tensors(batch))
         held = sum(t.nbytes for t in (*problem.named().values(), *problem.buffers.values()))
-        room = memory.operator_room(
+        room = sizing.operator_room(
             budget, data, held, self.vector_space.width, self.dtype.itemsize
         )
         cost, room = self._agreed_cost(room)
@@ -124,12 +125,12 @@ class FullySharded(Curvature):
         elif isinstance(chunk, int):
             size = units_ = chunk
         else:
-            size = units_ = memory.chunk_size(max(problem.counted), cost, room)
+            size = units_ = sizing.chunk_size(max(problem.counted), cost, room)
         problem.cut(size)
-        self._keep = memory.fitting(cost, units_, room, len(problem.chunks))
+        self._keep = sizing.fitting(cost, units_, room, len(problem.chunks))
         self._kept = {}
 
-    def _agreed_cost(self, room: float) -> tuple[memory.Cost, float]:
+    def _agreed_cost(self, room: float) -> tuple[sizing.Cost, float]:
         """What chunks take on the rank where they take most, and the least room of a rank."""
         problem = self.problem
         sizes = [1] if problem.fewest == 1 else [1, min(MEASURED, problem.fewest)]
@@ -138,7 +139,7 @@ class FullySharded(Curvature):
         for size in sizes:
             batch = largest if problem.whole else rows(largest, slice(0, size))
             shard = torch.zeros(1, problem.layout.n, dtype=self.dtype, device=self.device)
-            with arithmetic(self.device, problem.precision), memory.LiveBytes() as live:
+            with arithmetic(self.device, problem.precision), sizing.LiveBytes() as live:
                 product = self._build(Chunk(batch, number=TRIED))
                 kept = live.live
                 product(shard)
@@ -147,9 +148,9 @@ class FullySharded(Curvature):
         said = self.group.facts([room, found], "what products take")
         kept, peak = ([max(f[s][i] for _, f in said) for s in range(len(sizes))] for i in (0, 1))
         if len(sizes) == 1:
-            return memory.Cost(0.0, kept[0], 0.0, peak[0]), min(r for r, _ in said)
+            return sizing.Cost(0.0, kept[0], 0.0, peak[0]), min(r for r, _ in said)
         each, peaks = ((x[1] - x[0]) / (sizes[1] - sizes[0]) for x in (kept, peak))
-        cost = memory.Cost(kept[0] - each, each, peak[0] - peaks, peaks)
+        cost = sizing.Cost(kept[0] - each, each, peak[0] - peaks, peaks)
         return cost, min(r for r, _ in said)
 
     # -- what a user reads -------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from curvlab_kernels import ops
 
 from curvlab.eigen.products import Products
-from curvlab.operators.products.sizing import free_bytes
+from curvlab.operators.products.free import free_bytes
 from curvlab.rows import MappedFile, Rows, Tier
 
 SMALL = 6  # times the usual rows a space without restarts may have

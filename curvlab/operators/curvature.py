@@ -5,6 +5,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from curvlab.operators.problem import TRIED, Chunk, ChunkSize, Count, Problem
 from curvlab.operators.products import sizing
 from curvlab.operators.products.autograd import Product
 from curvlab.operators.products.choose import Engine, fastest
+from curvlab.operators.products.free import free_bytes
 from curvlab.operators.products.mlp import MLPProduct
 from curvlab.operators.products.mlp_plan import MLPPlan, recognise
 from curvlab.operators.trial import Trial, attempt, certify
@@ -41,11 +43,11 @@ class Curvature(Operator):
     second = True  # whether second derivatives of the model are taken
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "Curvature":
-        """Of an FSDP2 model: the same curvature in shards."""
+        """Of an FSDP2 model: the same curvature in shards, from a layer above this one."""
         if isinstance(model, nn.Module) and fully_sharded(inner(model)):
-            from curvlab.distributed.fully_sharded import KINDS
-
-            return super().__new__(KINDS.get(cls, cls))
+            module = import_module("curvlab.distributed.fully_sharded")
+            kinds: dict[type, type[Curvature]] = module.KINDS
+            return super().__new__(kinds.get(cls, cls))
         return super().__new__(cls)
 
     def __init__(
@@ -314,7 +316,7 @@ class Curvature(Operator):
         """What is left of the budget for graphs."""
         problem = self.problem
         if budget is None:
-            budget = sizing.default_budget(sizing.free_bytes(self.device))
+            budget = sizing.default_budget(free_bytes(self.device))
         data = sum(t.nbytes for batch in problem.batches.joined for t in tensors(batch))
         copied = sum(t.nbytes for t in (*problem.named().values(), *problem.buffers.values()))
         element = problem.parameters[0].element_size()

@@ -16,20 +16,22 @@ from typing import Any
 from torch import nn
 
 from curvlab.batches import read
+from curvlab.eigen.room import Room
 from curvlab.operators import Curvature, Hessian, Objective
+from curvlab.operators.products.free import free_bytes
 from curvlab.operators.products.sizing import (
     FRAGMENTED,
     LIBRARIES,
     chunk_size,
     default_budget,
     fitting,
-    free_bytes,
     operator_room,
     vector_bytes,
 )
 from curvlab.parameters import Selection
 from curvlab.plan.cost import MACHINES, Machine, Unit, counted, measured
 from curvlab.plan.formulae import (
+    USUAL,
     Communication,
     Memory,
     communication,
@@ -136,26 +138,30 @@ def plan(
     curvature: type[Curvature] = Hessian,
     ranks: int = 1,
     bandwidth: float | None = None,
+    room: Room = USUAL,
     **options: Any,
 ) -> Plan:
     """Plan ``lanczos(curvature(model, loss, data), k)`` and a memory of ``tasks * k`` rows.
 
     Args:
         model: As for the operator, and so are ``loss``, ``data`` and ``options``.
-        k: Pairs per task.
+        k: Pairs per task; 0 for one product alone.
         tol: Relative residual.
         tasks: How many times ``k`` rows go into M.
         memory: Bytes there are (per rank); by default what is free.
         curvature: The operator.
         ranks: Processes that divide samples and rows among them.
         bandwidth: Bytes per second between ranks.
+        room: For the solver's rows, as ``lanczos`` takes it.
     """
     batches = read(data, bare=loss is None or isinstance(loss, Objective))
-    unit = measured(curvature, model, loss, batches, options, k, tol)
     device = next(model.parameters()).device
     available = free_bytes(device) if memory is None else memory
     samples, budget = batches.samples or 1, options.get("budget")
-    return scaled(unit, samples, k, tol, tasks, available, ranks, bandwidth or 1e9, budget)
+    # an operator chooses its engine by what it may take: here as it will there
+    given = {**options, "budget": default_budget(available) if budget is None else budget}
+    unit = measured(curvature, model, loss, batches, given, k, tol, room)
+    return scaled(unit, samples, k, tol, tasks, available, ranks, bandwidth or 1e9, budget, room)
 
 
 def plan_counted(
@@ -195,13 +201,15 @@ def scaled(
     ranks: int,
     bandwidth: float,
     budget: float | None = None,
+    room: Room = USUAL,
 ) -> Plan:
     """A plan from the cost of one product; ``budget`` is the operator's, if it is given one."""
-    if not 1 <= k <= unit.n:
-        raise ValueError(f"k= is between 1 and n = {unit.n}; got {k}")
+    if not 0 <= k <= unit.n:
+        raise ValueError(f"k= is between 0 (one product) and n = {unit.n}; got {k}")
     own = -(-samples // ranks)
-    products = min(products_needed(k, tol, unit.effort), unit.n + 4)
-    solver = solver_rows(k, products, unit.n) * unit.n * unit.element // ranks
+    products = min(products_needed(k, tol, unit.effort), unit.n + 4) if k else 1
+    vector = -(-unit.n * unit.element // ranks)
+    solver = solver_rows(k, products, unit.n, vector, room) * vector if k else 0
     vectors = vector_bytes(unit.n, unit.element)
     data = int(unit.sample_bytes * own)
     # the solver's rows are one piece of memory, which does not fragment
@@ -209,8 +217,8 @@ def scaled(
     given = default_budget(available) if budget is None else budget
     own_room = operator_room(given, data, unit.held, unit.n, unit.element)
     # the operator does not know of the solver's rows: where they need more, it must be told
-    room = min(own_room, operator_room(beside, data, unit.held, unit.n, unit.element))
-    size, kept, chunks = _chunks(unit, own, room)
+    left = min(own_room, operator_room(beside, data, unit.held, unit.n, unit.element))
+    size, kept, chunks = _chunks(unit, own, left)
     working = max(0.0, unit.graph.peak(size) - unit.graph.kept(size))
     graph = int(kept * unit.graph.kept(size) + working)
     if kept < chunks:
@@ -218,14 +226,14 @@ def scaled(
     rebuilt = 1.0 - kept / chunks
     product = chunks * unit.product[0] + own * unit.product[1] * (1.0 + 0.5 * rebuilt)
     setup = unit.setup[0] + own * unit.setup[1]
-    rows = min(products, max(2 * k + 32, 3 * k + 12))
-    orthogonalise = products * (0.5 * rows * unit.row / ranks + unit.step)
+    rows = min(products, max(2 * k + 32, 3 * k + 12), solver // vector)
+    orthogonalise = products * (0.5 * rows * unit.row / ranks + unit.step) if k else 0.0
     traffic = communication(unit.n, tasks * k, ranks, unit.element)
     sent = traffic.product + communication(unit.n, rows, ranks, 8).orthogonalise
     talking = products * talking_seconds(sent, traffic.messages, ranks, bandwidth)
     seconds = setup + products * product + orthogonalise + talking
     peak = int(FRAGMENTED * (unit.held + data + graph + vectors)) + solver + LIBRARIES
-    told = None if room == own_room else int(given - FRAGMENTED * (own_room - room))
+    told = None if left == own_room else int(given - FRAGMENTED * (own_room - left))
     most = _largest_k(unit, available, data, ranks, tol)
     found = memories(unit.n, tasks * k, max(1, available - unit.held), ranks)
     return Plan(
@@ -269,11 +277,12 @@ def _largest_k(unit: Unit, available: float, data: int, ranks: int, tol: float) 
     """The most pairs whose solve fits with one sample's graph; 0 if none does."""
     least = unit.held + data + unit.graph.peak(1) + vector_bytes(unit.n, unit.element)
     room = available - LIBRARIES - FRAGMENTED * least
+    vector = -(-unit.n * unit.element // ranks)
     low, high = 0, unit.n
     while low < high:
         k = (low + high + 1) // 2
-        rows = solver_rows(k, min(products_needed(k, tol, unit.effort), unit.n + 4), unit.n)
-        if rows * unit.n * unit.element // ranks <= room:
+        products = min(products_needed(k, tol, unit.effort), unit.n + 4)
+        if solver_rows(k, products, unit.n, vector) * vector <= room:
             low = k
         else:
             high = k - 1

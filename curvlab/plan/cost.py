@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +16,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from curvlab.batches import Batches, map_tensors, rows, sample_count, tensors
 from curvlab.eigen import lanczos
+from curvlab.eigen.room import Room
 from curvlab.operators import Curvature, FromFunction
 from curvlab.operators.objective import terms
 from curvlab.operators.products.autograd import kept
 from curvlab.operators.products.sizing import Cost, measure
 from curvlab.parameters import Selection, layout_of, select_parameters
-from curvlab.plan.formulae import products_needed
+from curvlab.plan.formulae import USUAL, products_needed
 from curvlab.refusals import Refusal, Trap
 
 SMALL, LARGE = 4, 24  # samples of the two measurements
 ROUNDS = 3
+MEASURED_ROWS = 1 << 29  # bytes: planning must not take what the work is to have
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ def measured(
     options: dict[str, Any],
     k: int,
     tol: float,
+    room: Room = USUAL,
 ) -> Unit:
     """Make two small operators, multiply with them, and draw a line through what they took.
 
@@ -106,11 +110,11 @@ def measured(
         row=_row_seconds(operator.n, operator.dtype, operator.device),
         step=_step_seconds(operator.dtype, operator.device),
         how=f"measured on {small} and {large} samples, {torch.get_num_threads()} thread(s)",
-        effort=_effort(operator, min(k, operator.n), tol),
+        effort=_effort(operator, min(k, operator.n), tol, room) if k else 1.0,
     )
 
 
-def _effort(operator: Curvature, k: int, tol: float) -> float:
+def _effort(operator: Curvature, k: int, tol: float, room: Room) -> float:
     """Products of a certified solve, foretold by a short one, in units of the formula's.
 
     The square root, and a quarter more for certification, are fitted to the small networks of
@@ -118,7 +122,14 @@ def _effort(operator: Curvature, k: int, tol: float) -> float:
     random data it was .6 to 1.7.
     """
     pairs = lanczos(
-        operator, k, tol=tol, certify=False, max_products=2 * k + 10, dense=False, progress=False
+        operator,
+        k,
+        tol=tol,
+        certify=False,
+        max_products=2 * k + 10,
+        dense=False,
+        progress=False,
+        room=room,
     )
     found = max(0.5, float(pairs.converged.sum()))
     return 1.25 * pairs.matvecs * math.sqrt(k / found) / products_needed(k, tol)
@@ -140,7 +151,8 @@ def _timed(
     return operator, setup, best
 
 
-def _row_seconds(n: int, dtype: torch.dtype, device: torch.device, count: int = 8) -> float:
+def _row_seconds(n: int, dtype: torch.dtype, device: torch.device) -> float:
+    count = max(1, min(8, MEASURED_ROWS // (n * dtype.itemsize)))
     basis = torch.zeros(count, ops.padded(n), dtype=dtype, device=device)
     for index in range(count):
         basis[index, index % n] = 1.0
@@ -208,21 +220,23 @@ def counted(
     """Count the bytes and operations of a Hessian product on a model that has no memory.
 
     Args:
-        model: Made with ``torch.device("meta")``; nothing is computed.
+        model: Made with ``torch.device("meta")``, or any; nothing is computed.
         batch: A few samples, of which shapes and dtypes count.
         machine: Turns operations into seconds, at :data:`EFFICIENCY` of its peak.
     """
-    model = model.to("meta").eval()
     chosen = select_parameters(model, select)
     layout = layout_of(chosen)
     whole = terms(loss).whole
     count = len(tensors(batch)[0])
     shaped = map_tensors(batch, lambda tensor: tensor.to("meta"))
-    leaves = [p.detach().clone().requires_grad_() for p in chosen.values()]
+    # swapped in by name, tied ones together: model.to("meta") would untie them
+    everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    fixed = {f"model.{name}": t.detach().to("meta") for name, t in everything.items()}
+    leaves = [fixed[f"model.{name}"].clone().requires_grad_() for name in chosen]
 
     def run(size: int) -> Callable[[], Tensor]:
         few = map_tensors(shaped, lambda t: _resized(t, size))
-        state = dict(zip((f"model.{name}" for name in chosen), leaves, strict=True))
+        state = {**fixed, **dict(zip((f"model.{n}" for n in chosen), leaves, strict=True))}
 
         def value() -> Tensor:
             result: Tensor = functional_call(_Loss(model, whole), state, (few,))
@@ -232,17 +246,16 @@ def counted(
         one = torch.ones(1, layout.n, dtype=leaves[0].dtype, device="meta")
         return lambda: product(one)
 
-    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+    with _evaluating(model), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         graph = measure(run, max(count, 8), 1e18)
         flops = {size: _flops(run, size) for size in (2, 8)}
     setup = [flops[size][0] / (EFFICIENCY * machine.flops) for size in (2, 8)]
     product = [flops[size][1] / (EFFICIENCY * machine.flops) for size in (2, 8)]
     element = leaves[0].element_size()
-    everything = [*model.parameters(), *model.buffers()]
     return Unit(
         n=layout.n,
         element=element,
-        held=2 * sum(t.numel() * t.element_size() for t in everything),  # the model, and its copy
+        held=2 * sum(t.nbytes for t in everything.values()),  # the model, and its copy
         sample_bytes=sum(t.nbytes for t in tensors(batch)) / count,
         graph=graph,
         setup=_line(2, setup[0], 8, setup[1]),
@@ -252,6 +265,17 @@ def counted(
         how=f"counted; {machine.flops:.0e} flop/s at {EFFICIENCY:.0%}, "
         f"{machine.bandwidth:.0e} bytes/s",
     )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 class _Loss(nn.Module):

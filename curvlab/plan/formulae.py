@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from curvlab.basis import basis_bytes, largest_basis
-from curvlab.eigen.room import PASSING, RESERVE, usual_rows
+from curvlab.eigen.room import PASSING, RESERVE, Room, usual_rows
 
 STORED = (torch.float32, torch.float16, torch.int8)
+USUAL = Room()
 LATENCY = 2e-5  # seconds of each of the log2(R) hops of a message; switched networks take this
 
 
@@ -23,10 +24,19 @@ def products_needed(k: int, tol: float, effort: float = 1.0) -> int:
     return max(k + 4, round(effort * (8 + 4.2 * k + 2.0 * digits)))
 
 
-def solver_rows(k: int, products: int, n: int) -> int:
-    """Vectors of ``n`` elements that a solve holds at its end: rows, result, some in the making."""
-    rows = min(usual_rows(k, n) + RESERVE, products + 2, n)
-    return rows + 2 * k + PASSING
+def solver_rows(k: int, products: int, n: int, vector: int, room: Room = USUAL) -> int:
+    """Vectors that a solve holds at its end, in memory: rows, result, some in the making.
+
+    Args:
+        n: Elements of a vector.
+        vector: Bytes of one, on each rank.
+        room: As the solver is given it.
+    """
+    rows = usual_rows(k, n) + RESERVE if room.rows is None else room.rows
+    if room.bytes is not None:
+        rows = room.bytes // vector - 2 * k - PASSING
+    held = 0 if room.file is not None else max(0, min(rows, products + 2, n))
+    return held + 2 * k + PASSING
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,11 @@ The cost of a chunk is measured on two small ones and extrapolated: a fixed part
 are as long as the parameters) and a part per sample (activations kept for the second pass).
 """
 
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -170,19 +167,3 @@ def vector_bytes(n: int, element: int) -> int:
 def default_budget(free: float) -> float:
     """What an operator takes at most of ``free`` bytes when nobody says."""
     return SHARE * free
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that can be had now without pushing anything else out."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + cached)
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-        return int(pages * size)
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

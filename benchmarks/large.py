@@ -1,0 +1,211 @@
+"""Large models within a memory limit, planned first: ``python -m benchmarks.large [--size full]``.
+
+- A GPT-2 of 124 M parameters, random weights: its top 5 pairs, certified, within 12 GB.
+- The paper's ViT of 12.5 M parameters on 1,000 samples: a product within a budget of 4 GB.
+- A GPT-2 of 355 M parameters, random weights: a product within 20 GB.
+
+Each runs in a process of its own. The plan comes first and sees a few samples only; memory should
+be right within 25 %, time within a factor of 1.5. The memory is what the process grows by, on top
+of the model and its data; the limit counts all of the process. ``--size small`` has small models.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure import Row, as_small, format_table, peak_memory, row, write_rows
+from curvlab.eigen import lanczos
+from curvlab.eigen.room import Room
+from curvlab.losses import sequence
+from curvlab.nets import gpt, vit_cifar
+from curvlab.operators import Hessian
+from curvlab.plan import plan
+
+MEMORY, TIME = 1.25, 1.5  # factors by which a plan may be off
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, its data, what the whole process may take, and what is asked of it.
+
+    Attributes:
+        limit: Bytes of the process.
+        budget: Of the operator.
+        room: Bytes of the solver's vectors.
+        k: Pairs; 0 asks for one product.
+    """
+
+    make: Callable[[], nn.Module]
+    data: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    limit: int
+    budget: int
+    room: int = 0
+    k: int = 0
+
+
+def gpt2(hidden: int, depth: int, heads: int, words: int = 50_257) -> nn.Module:
+    """A GPT-2 with random weights, its ends tied as in the original."""
+    model: Any = gpt(words, context=1024, hidden=hidden, depth=depth, heads=heads, seed=0)
+    model.head.weight = model.tokens.weight
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def text(samples: int, tokens: int, words: int = 50_257) -> tuple[Tensor, Tensor]:
+    """Random tokens, each followed by another random one."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(words, (samples, tokens + 1), generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def images(samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(samples, 3, 32, 32, generator=generator)
+    return drawn, torch.randint(2, (samples,), generator=generator)
+
+
+FULL = {
+    "GPT-2 of 124 M, top 5": Case(
+        partial(gpt2, 768, 12, 12), partial(text, 2, 64), sequence,
+        limit=12 * GB, budget=5 * GB, room=11 * GB // 2, k=5,
+    ),
+    "ViT of 12.5 M, 1,000 samples": Case(
+        partial(vit_cifar, 2, seed=0), partial(images, 1000), nn.functional.cross_entropy,
+        limit=5 * GB, budget=4 * GB,
+    ),
+    "GPT-2 of 355 M, a product": Case(
+        partial(gpt2, 1024, 24, 16), partial(text, 1, 64), sequence,
+        limit=20 * GB, budget=18 * GB,
+    ),
+}  # fmt: skip
+SMALL = {
+    "small GPT-2, top 2": Case(
+        partial(gpt2, 64, 2, 2, 500), partial(text, 4, 16, 500), sequence,
+        limit=2 * GB, budget=GB // 2, room=GB // 10, k=2,
+    ),
+    "small ViT": Case(
+        partial(vit_cifar, 2, hidden=32, depth=2, heads=2, seed=0), partial(images, 40),
+        nn.functional.cross_entropy, limit=2 * GB, budget=GB // 10,
+    ),
+}  # fmt: skip
+SIZES = {"small": SMALL, "full": FULL}
+
+
+def one(size: str, name: str, threads: int) -> dict[str, Any]:
+    """Plan and measure one case, in this process."""
+    torch.set_num_threads(threads)
+    case = SIZES[size][name]
+    model, data = case.make(), case.data()
+    room = Room(bytes=case.room) if case.room else Room()
+    began = time.perf_counter()
+    planned = plan(
+        model, case.loss, data, k=case.k, tol=1e-2, memory=case.limit, budget=case.budget, room=room
+    )
+    planning = time.perf_counter() - began
+    took: dict[str, Any] = {}
+
+    def work() -> None:
+        operator = Hessian(model, case.loss, data, budget=case.budget)
+        took["engine"] = operator.engine
+        began = time.perf_counter()
+        if case.k:
+            pairs = lanczos(operator, case.k, tol=1e-2, room=room, progress=False)
+            took["products"], took["complete"] = pairs.matvecs, pairs.complete
+            took["values"] = pairs.values.tolist()
+        else:
+            operator @ torch.ones(operator.n)
+        took["seconds"] = time.perf_counter() - began
+
+    peak = peak_memory(work, threads=threads)
+    return {
+        "n": planned.n,
+        "planning": planning,
+        "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "limit": case.limit,
+        "peak": peak,
+        "planned peak": planned.peak,
+        "planned seconds": planned.seconds - planned.setup_seconds,
+        "planned products": planned.products,
+        "products": took.get("products", 1),
+        **took,
+    }
+
+
+def rows_of(name: str, found: dict[str, Any], threads: int) -> list[Row]:
+    """What a case took and what was planned, as rows."""
+    figures = {
+        "process bytes": (found["process"], "bytes"),
+        "limit": (found["limit"], "bytes"),
+        "peak bytes": (found["peak"], "bytes"),
+        "planned bytes": (found["planned peak"], "bytes"),
+        "seconds": (found["seconds"], "s"),
+        "planned seconds": (found["planned seconds"], "s"),
+        "products": (found["products"], "products"),
+        "planned products": (found["planned products"], "products"),
+    }
+    return [
+        row("large", name, metric, unit, found["n"], float(value), threads=threads)
+        for metric, (value, unit) in figures.items()
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--only", nargs="+", help="cases whose names hold one of these")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(options.size, options.one, options.threads)))
+        return 0
+    lines, rows = [], list[Row]()
+    for name in SIZES[options.size]:
+        if options.only and not any(part in name for part in options.only):
+            continue
+        command = [sys.executable, "-m", "benchmarks.large", "--size", options.size]
+        command += ["--threads", str(options.threads), "--one", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        memory = found["planned peak"] / found["peak"]
+        seconds = found["planned seconds"] / found["seconds"]
+        rows += rows_of(name, found, options.threads)
+        lines.append(
+            [
+                name,
+                f"{found['n']:,}",
+                f"{found['process'] / GB:.2f} of {found['limit'] / GB:.0f}",
+                f"{found['planned peak'] / GB:.2f} / {found['peak'] / GB:.2f}",
+                f"{memory:.2f}",
+                f"{found['planned products']} / {found['products']}",
+                f"{found['planned seconds']:.1f} / {found['seconds']:.1f}",
+                f"{seconds:.2f}",
+                "yes" if 1 / MEMORY <= memory <= MEMORY and 1 / TIME <= seconds <= TIME else "no",
+                f"{found['engine']}{', complete' if found.get('complete') else ''}",
+            ]
+        )
+        print(format_table(HEADER, lines[-1:]), flush=True)
+    if options.out is not None:
+        write_rows(options.out, as_small(rows) if options.size == "small" else rows)
+    return 0
+
+
+HEADER = ["model", "n", "GB, process", "planned / taken, GB", "ratio", "products", "seconds",
+          "ratio", "within", "engine"]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
