@@ -29,7 +29,8 @@ GRACE = 1.0  # minutes that a subject may go over the limit
 
 def run(names: Sequence[str], size: Size, out: Path, minutes: float) -> int:
     """Measure the subjects in turn, print the verdicts, and return the exit code."""
-    from benchmarks import peers, verdicts
+    from benchmarks import verdicts
+    from curvlab.bench import peers
 
     print(peers.summary())
     out.mkdir(parents=True, exist_ok=True)

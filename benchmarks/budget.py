@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.measure import Row, environment, format_table, peak_memory, row, write_rows
+from benchmarks.measure import Row, format_table, peak_memory, row, write_rows
+from curvlab.bench.timing import environment
 from curvlab.nets import slim_resnet18, vit_cifar
 from curvlab.operators import Hessian
 

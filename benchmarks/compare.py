@@ -14,6 +14,7 @@ has to be compiled for a fresh folder, and torch's operators take their place, w
 import argparse
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,8 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.guard import PARTS
-from benchmarks.measure import Row, format_table, quantiles, read_rows
+from benchmarks.measure import Row, format_table, read_rows
 from benchmarks.verdicts import number
+from curvlab.bench.timing import quantiles
 
 HERE = Path(__file__).resolve().parent
 SUFFIXES = (".csv", ".json")
@@ -135,6 +137,7 @@ def measured(
         folder = Path(name)
         (folder / "tools").mkdir()
         (folder / "tools" / "benchmarks").symlink_to(HERE)
+        _copy_timing(folder / "tools" / "clock")
         with checkout(base, folder / "base") as old, checkout(head, folder / "head") as new:
             for turn in range(rounds):
                 order = [("base", old), ("head", new)]
@@ -170,6 +173,14 @@ def checkout(what: str, folder: Path) -> Iterator[Path]:
     yield folder
 
 
+def _copy_timing(folder: Path) -> None:
+    """The one module of curvlab that measures, for revisions that have another one or none."""
+    own = HERE.parent / "curvlab" / "bench"
+    (folder / "bench").mkdir(parents=True)
+    for name in ("__init__.py", "timing.py"):
+        shutil.copy(own / name, folder / "bench" / name)
+
+
 def guarded(tree: Path, folder: Path, parts: Sequence[str], plain: bool) -> list[Row]:
     """Rows of the guard, as it is here, on the curvlab of ``tree``."""
     if not (tree / "curvlab").is_dir():
@@ -178,7 +189,9 @@ def guarded(tree: Path, folder: Path, parts: Sequence[str], plain: bool) -> list
     path = os.pathsep.join(str(p) for p in (folder / "tools", tree, tree / "kernels"))
     script = "import sys; sys.modules['numba'] = None\n" if plain else ""
     script += (
-        "import sys, pathlib, curvlab, benchmarks.guard as guard\n"
+        "import sys, pathlib, curvlab\n"
+        "curvlab.__path__.insert(0, 'clock')\n"  # curvlab.bench.timing as it is here
+        "import benchmarks.guard as guard\n"
         "tree = pathlib.Path(sys.argv[1]).resolve()\n"
         "where = pathlib.Path(curvlab.__file__).resolve()\n"
         "assert tree in where.parents, f'measured {where} in place of {tree}'\n"

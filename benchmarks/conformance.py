@@ -16,17 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.eigensolver_contenders import Diagonal, primme_solver, scipy_solver
-from benchmarks.measure import (
-    SMALL,
-    Row,
-    as_small,
-    environment,
-    format_table,
-    row,
-    version_of,
-    write_rows,
-)
+from benchmarks.measure import SMALL, Row, as_small, format_table, row, write_rows
+from benchmarks.spectra import Diagonal
+from curvlab.bench.solvers import Counted, arpack, primme
+from curvlab.bench.timing import environment, version_of
 from curvlab.eigen import block_lanczos, lanczos
 
 TOL = 1e-4
@@ -79,11 +72,11 @@ def solvers() -> dict[str, tuple[str, Callable[[Diagonal, int, int], Found]]]:
 
         return run
 
-    def other(make: Callable[..., object]) -> Callable[[Diagonal, int, int], Found]:
+    def other(solve: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Diagonal, int, int], Found]:
         def run(operator: Diagonal, k: int, seed: int) -> Found:
-            solver = make(lambda v: operator @ v, operator.n, k, dtype=torch.float64, seed=seed)
-            values, _, products = solver(TOL)  # type: ignore[operator]
-            return values, products, True  # it says nothing against its answer
+            counting = Counted(operator)
+            values, _ = solve(counting, k, TOL, seed=seed)
+            return values, counting.count, True  # it says nothing against its answer
 
         return run
 
@@ -91,10 +84,10 @@ def solvers() -> dict[str, tuple[str, Callable[[Diagonal, int, int], Found]]]:
     table = {
         "lanczos": (ours, own(lanczos, dense=False)),  # type: ignore[arg-type]
         "block lanczos": (ours, own(block_lanczos)),
-        "scipy eigsh": (version_of("scipy"), other(scipy_solver)),
+        "scipy eigsh": (version_of("scipy"), other(arpack)),
     }
     if util.find_spec("primme"):
-        table["primme"] = (version_of("primme"), other(primme_solver))
+        table["primme"] = (version_of("primme"), other(primme))
     return table
 
 

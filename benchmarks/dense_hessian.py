@@ -13,19 +13,9 @@ import time
 import torch
 from torch import Tensor
 
-from benchmarks.measure import (
-    Row,
-    environment,
-    format_table,
-    interleave,
-    per_round_ratio,
-    pinned_threads,
-    quantiles,
-    relative_error,
-    row,
-    write_rows,
-)
+from benchmarks.measure import Row, format_table, relative_error, row, write_rows
 from benchmarks.networks import SIZES, Network
+from curvlab.bench.timing import environment, interleave, per_round_ratio, pinned_threads, quantiles
 from curvlab.operators.dense_mlp import dense_hessian
 from curvlab.operators.products.mlp import recognise
 from curvlab.parameters import layout_of, select_parameters

@@ -9,10 +9,10 @@ solver looks for the top k by magnitude. The gate: every true relative residual,
 product per pair, is at most ``tol``, and no pair of the reference set (``wanted``) is missing.
 One that misses may try again with more effort; what it gave at its defaults stays in the table.
 
-Every solver that passed is then run once with each of ``--threads`` (torch's / those of SciPy's
-BLAS); its best is used for the ``--rounds`` interleaved runs and stands in its row. A sample makes
-the operator anew and solves, between two gradients on the same data: "time" is both, "time,
-operator reused" the solve alone. ``--curve`` adds products and time against accuracy.
+Gate, threads, rounds and contenders are those of ``curvlab bench eig`` (:mod:`curvlab.bench`). A
+sample makes the operator anew and solves: "time" is both, "time, operator reused" the solve alone;
+"speed" is certified lanczos' time over the solver's, inside the rounds. ``--curve`` adds products
+and time against accuracy.
 
 Deflated power iteration needs thousands of products: where it cannot be run to the end its products
 are counted on a diagonal operator with the Ritz values of the real one, and one product is timed.
@@ -20,139 +20,52 @@ are counted on a diagonal operator with the Ritz values of the real one, and one
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from benchmarks.eigensolver_contenders import (
-    Answer,
-    Contender,
-    Diagonal,
-    Problem,
-    Threads,
-    contenders,
-    problem,
-)
-from benchmarks.eigensolver_gate import judged, wanted
-from benchmarks.measure import (
-    Quantiles,
-    Row,
-    environment,
-    format_table,
-    interleave,
-    quantiles,
-    row,
-    write_rows,
-)
-from benchmarks.trained import SIZES
+from benchmarks.measure import Row, format_table, row, write_rows
+from benchmarks.spectra import Diagonal, outliers
+from benchmarks.trained import SIZES, trained
+from curvlab.bench.contest import REFERENCE, SHORT, Contest, Outcome, Timing, contest, sample
+from curvlab.bench.gate import judged, wanted
+from curvlab.bench.problem import Plain, Problem
+from curvlab.bench.solvers import contenders
+from curvlab.bench.timing import Quantiles, Threads, environment, interleave, quantiles
 from curvlab.eigen import lanczos, power_iteration
+from curvlab.operators import Hessian
 from curvlab.probe import LinearOperator
 
 COUNTED = "deflated power iteration, counted"
 CURVE = (1e-1, 1e-2, 1e-3, 1e-4)  # tolerances of the curve
-SHORT = 3.0  # seconds of samples that a fast solver gets at least, whatever --rounds says
 SETTINGS = (Threads(2, 1), Threads(2, 2), Threads(1, 1))
+ELAPSED = Timing(2)
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """How time is taken: elapsed on two threads, or CPU time on one where other work runs."""
+def problem(name: str, size: str, samples: int | None = None) -> Problem:
+    """The operator called ``name``; what is not at its full size says so in its name.
 
-    threads: int = 2
-    clock: Callable[[], float] = time.perf_counter
-
-    def gradient(self, found: Problem, rounds: int = 2) -> float:
-        """Seconds of one gradient; 1 where there is none, so that the unit stays seconds."""
-        if found.gradient is None:
-            return 1.0
-        calls = {"one": found.gradient}
-        return min(interleave(calls, rounds=rounds, threads=self.threads, clock=self.clock)["one"])
-
-
-ELAPSED = Timing()
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Time of one run, in gradients (or in seconds where there are none)."""
-
-    set_up: float
-    solve: float
-
-    @property
-    def whole(self) -> float:
-        return self.set_up + self.solve
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What the gate found, the best threads, and the samples with them so far."""
-
-    contender: Contender
-    answer: Answer
-    effort: float
-    residual: float
-    missing: int
-    first_residual: float  # at its own defaults
-    threads: Threads
-    samples: list[Sample] = field(default_factory=list)
-
-    def passes(self, tol: float) -> bool:
-        return self.residual <= tol and self.missing == 0
-
-
-def sample(
-    found: Problem,
-    contender: Contender,
-    effort: float,
-    timing: Timing = ELAPSED,
-    threads: Threads = SETTINGS[0],
-) -> tuple[Answer, Sample]:
-    """One run, and its time in gradients measured right before and after it (or in seconds)."""
-    before = timing.gradient(found)
-    with threads.pinned():
-        began = timing.clock()
-        solve = contender.prepare()
-        prepared = timing.clock()
-        answer = solve(effort)
-        done = timing.clock()
-    unit = 0.5 * (before + timing.gradient(found))
-    return answer, Sample((prepared - began) / unit, (done - prepared) / unit)
-
-
-def enter(
-    found: Problem,
-    contender: Contender,
-    truth: Tensor,
-    tol: float,
-    timing: Timing = ELAPSED,
-    settings: Sequence[Threads] = SETTINGS[:1],
-) -> Outcome:
-    """Run at the contender's default, then with more effort until the gate lets it pass.
-
-    One that passed tries the other ``settings`` of threads and keeps to the fastest.
+    Args:
+        samples: Of the Hessian, in place of the usual number; that too is said in its name.
     """
-    first = None
-    for effort in contender.efforts:
-        try:
-            answer, taken = sample(found, contender, effort, timing, settings[0])
-            worst, missing = judged(found.operator, answer, truth, tol)
-        except Exception as reason:  # a library may fail in any way of its own: say how
-            print(f"fails: {type(reason).__name__}: {str(reason)[:200]}")
-            answer, taken = (truth, torch.zeros(0), 0), Sample(0.0, 0.0)
-            worst, missing = float("inf"), len(truth)
-        first = worst if first is None else first
-        outcome = Outcome(contender, answer, effort, worst, missing, first, settings[0], [taken])
-        if outcome.passes(tol):
-            for threads in settings[1:]:
-                other = sample(found, contender, effort, timing, threads)[1]
-                if other.whole < outcome.samples[0].whole:
-                    outcome.threads, outcome.samples = threads, [other]
-            break
-    return outcome
+    shown = name if size == "full" else f"small {name}"
+    shown = shown if samples is None else f"{shown} N={samples}"
+    if name == "outliers":
+        spectrum = outliers(100_000 if size == "full" else 10_000)
+        return Problem(shown, lambda: spectrum, spectrum, spectrum=spectrum.values)
+    network = trained(SIZES[size][name], samples=samples)
+    parameters = list(network.model.parameters())
+
+    def gradient() -> object:
+        value = network.loss(network.model(network.inputs), network.targets)
+        return torch.autograd.grad(value, parameters)
+
+    def make() -> Hessian:
+        return Hessian(network.model, network.loss, (network.inputs, network.targets))
+
+    plain = Plain(network.model, network.loss, [(network.inputs, network.targets)])
+    return Problem(shown, make, make(), gradient, plain)
 
 
 def simulated_power(operator: LinearOperator, k: int, tol: float) -> int:
@@ -175,52 +88,36 @@ def benchmark(
     settings: Sequence[Threads] = SETTINGS,
 ) -> list[Row]:
     """Gate and time all solvers on one operator; prints a table and returns its rows."""
-    truth = wanted(found, k, tol)
-    table = contenders(found, k, tol, truth, whole=whole)
-    outcomes = {
-        name: enter(found, contender, truth, tol, timing, settings)
-        for name, contender in table.items()
-        if not only or name.startswith(tuple(only))
-    }
-    passed = {name: one for name, one in outcomes.items() if one.passes(tol)}
-    names = list(passed)
-    turns = {name: _turns(passed[name], rounds, found, timing) for name in names}
-    for turn in range(1, max(turns.values(), default=0)):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            if turn < turns[name]:
-                one = passed[name]
-                again = sample(found, one.contender, one.effort, timing, one.threads)
-                one.samples.append(again[1])
-    rows = [
-        entry
-        for name, one in outcomes.items()
-        for entry in rows_of(found, name, one, k, tol, timing.threads)
-    ]
+    result = contest(
+        found, k, tol, rounds, whole=whole, only=only, timing=timing, settings=settings
+    )
+    rows = rows_of(result, timing.threads)
     if not whole and (not only or COUNTED.startswith(tuple(only))):
         rows += _counted_power(found, k, tol, timing)
+    for name, why in result.absent.items():
+        print(f"left out: {name} ({why})")
     print(f"\n{found.name}: n = {found.operator.n:,}, top {k} at relative residual {tol:g}")
     print(render(rows), flush=True)
     return rows
 
 
-def _turns(outcome: Outcome, rounds: int, found: Problem, timing: Timing) -> int:
-    """Samples of a solver: more where a solve is short."""
-    seconds = outcome.samples[0].whole * timing.gradient(found, rounds=1)
-    return max(rounds, min(9, int(SHORT / max(seconds, 1e-3))))
+def rows_of(result: Contest, threads: int = 2) -> list[Row]:
+    """Products and time of every solver that passed; of all of them what they got wrong."""
+    return [
+        entry
+        for name, one in result.outcomes.items()
+        for entry in _rows_of_one(result, name, one, threads)
+    ]
 
 
-def rows_of(
-    found: Problem, name: str, outcome: Outcome, k: int, tol: float, threads: int = 2
-) -> list[Row]:
-    """Products and time of a solver that passed; of every solver what it got wrong."""
+def _rows_of_one(result: Contest, name: str, outcome: Outcome, threads: int) -> list[Row]:
     figures: list[tuple[str, str, Quantiles | float]] = [
         ("residual", "relative", outcome.residual),
         ("missing", "pairs", float(outcome.missing)),
         ("residual at defaults", "relative", outcome.first_residual),
     ]
-    if outcome.passes(tol):
-        unit = "gradients" if found.gradient else "seconds"
+    if outcome.passes(result.tol):
+        unit = "gradients" if result.found.gradient else "seconds"
         figures += [
             ("time", unit, quantiles([one.whole for one in outcome.samples])),
             ("time, operator reused", unit, quantiles([one.solve for one in outcome.samples])),
@@ -229,19 +126,29 @@ def rows_of(
             ("BLAS threads", "threads", float(outcome.threads.blas)),
             ("samples", "solves", float(len(outcome.samples))),
         ]
+        for other in (REFERENCE, f"{REFERENCE}, uncertified"):
+            reference = result.outcomes.get(other)
+            if reference is not None and reference.passes(result.tol):
+                for reused, word in ((False, ""), (True, ", operator reused")):
+                    ratios = quantiles(outcome.against(reference, reused))
+                    figures.append((f"time over that of {other}{word}", "ratio", _inverse(ratios)))
     return [
         row(
-            f"eigensolver k={k} tol={tol:g}",
+            f"eigensolver k={result.k} tol={result.tol:g}",
             name,
             metric,
             unit,
-            found.name,
+            result.found.name,
             value,
             threads=threads,
             version=outcome.contender.version,
         )
         for metric, unit, value in figures
     ]
+
+
+def _inverse(of: Quantiles) -> Quantiles:
+    return Quantiles(1 / of.p80, 1 / of.p50, 1 / of.p20, of.samples)
 
 
 def _counted_power(found: Problem, k: int, tol: float, timing: Timing) -> list[Row]:
@@ -294,15 +201,16 @@ def _spread(of: Row) -> str:
 
 def curve(found: Problem, k: int, timing: Timing = ELAPSED) -> list[Row]:
     """Products and time against the accuracy reached, for the solvers that are not hopeless."""
-    truth = wanted(found, k, min(CURVE))
+    truth = wanted(found, k, min(CURVE))[0]
     rows = []
     for tol in CURVE:
-        table = contenders(found, k, tol, truth, whole=False)
+        table = contenders(found, k, tol, truth, whole=False)[0]
         for name, contender in table.items():
-            samples = [sample(found, contender, contender.efforts[0], timing)]
-            if samples[0][1].whole * timing.gradient(found, rounds=1) < SHORT:
+            turn = (found, contender, contender.efforts[0], timing, SETTINGS[0])
+            samples = [sample(*turn)]
+            if samples[0][1].seconds < SHORT:
                 # what is loaded at first use is nobody's time, and short ones are easily disturbed
-                samples += [sample(found, contender, contender.efforts[0], timing) for _ in "ab"]
+                samples += [sample(*turn) for _ in "ab"]
             answer, taken = samples[0][0], min(taken.whole for _, taken in samples)
             worst, missing = judged(found.operator, answer, truth, max(tol, 1e-3))
             if missing or not worst < 1.0:

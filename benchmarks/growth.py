@@ -19,22 +19,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.eigensolver_contenders import outliers
 from benchmarks.learner_networks import filled, population, stepping
-from benchmarks.measure import (
-    SMALL,
-    Quantiles,
-    Row,
-    environment,
-    format_table,
-    interleave,
-    pinned_threads,
-    quantiles,
-    row,
-    write_rows,
-)
+from benchmarks.measure import SMALL, Row, format_table, row, write_rows
 from benchmarks.networks import SIZES, Network
 from benchmarks.projection_steps import random_basis
+from benchmarks.spectra import outliers
+from curvlab.bench.timing import Quantiles, environment, interleave, pinned_threads, quantiles
 from curvlab.eigen import lanczos
 from curvlab.nets import mlp
 from curvlab.operators import Hessian

@@ -19,12 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.eigensolver_contenders import Diagonal, outliers
-from benchmarks.measure import Row, environment, format_table, quantiles, row, write_rows
+from benchmarks.measure import Row, format_table, row, write_rows
 from benchmarks.networks import SMALL, Network
 from benchmarks.plain import PLAIN
+from benchmarks.spectra import Diagonal, outliers
 from benchmarks.tally import Tally
 from curvlab.basis import Basis
+from curvlab.bench.timing import environment, quantiles
 from curvlab.eigen import SpectralEnergy, lanczos, spectral_energy
 from curvlab.operators import GaussNewton, Hessian
 from curvlab.probe import LinearOperator

@@ -14,17 +14,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.measure import (
-    Row,
-    environment,
-    format_table,
-    interleave,
-    per_round_ratio,
-    quantiles,
-    row,
-    write_rows,
-)
+from benchmarks.measure import Row, format_table, row, write_rows
 from benchmarks.networks import SIZES, Network
+from curvlab.bench.timing import environment, interleave, per_round_ratio, quantiles
 from curvlab.learners import SGD, Learner, Population, SGDDagger, Step, population_of
 from curvlab.learners.statistics import BatchNormPolicy
 from curvlab.tasks.samples import Samples

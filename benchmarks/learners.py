@@ -1,16 +1,19 @@
-"""Steps per second of every learner at 1 and 5 seeds, against a naive torch loop.
+"""Steps per second of every learner at 1 and 5 seeds, against plain torch: a loop, and a stack.
 
     python -m benchmarks.learners [--seeds 1 5] [--rounds 11] [--only SGD OGD-GTL] [--out FILE.csv]
 
 The network is the paper's MLP (18,010 parameters) on embedded Rotated-MNIST, batch 10. Naive: one
-``nn.Module``, ``cross_entropy``, ``backward``, ``torch.optim.SGD`` and an index per batch. Every
+``nn.Module``, ``cross_entropy``, ``backward``, ``torch.optim.SGD`` and an index per batch. Stacked:
+all seeds in batched products written by hand (:mod:`benchmarks.stacked`), the rival of several
+seeds, with the same number of directions projected off. Every
 learner first fills its memory, with a task or with random directions; one that does not do what it
 promises (gradients of autograd, directions removed) is shown as wrong and not timed. All are timed
 interleaved, in slabs of 64 steps of the same code as ``learn`` repeats.
 
 Columns: microseconds per step of all seeds; steps per second and run against the naive loop; the
-step in units of plain SGD's at the same number of seeds; the limit for that, SGD's step plus 1.3
-times reading the learner's memory twice; megabytes of memory per run; share of the projection.
+stacked rival's time over ours; the step in units of plain SGD's at the same number of seeds; the
+limit for that, SGD's step plus 1.3 times reading the learner's memory twice; megabytes of memory
+per run; share of the projection.
 """
 
 import argparse
@@ -23,17 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.measure import (
-    Row,
-    environment,
-    format_table,
-    interleave,
-    per_round_ratio,
-    quantiles,
-    relative_error,
-    row,
-    write_rows,
-)
+from benchmarks.measure import Row, format_table, relative_error, row, write_rows
+from benchmarks.stacked import stacked
+from curvlab.bench.timing import environment, interleave, per_round_ratio, quantiles
 from curvlab.learners import (
     EWC,
     GPM,
@@ -64,6 +59,11 @@ SIZES = (196, 50, 50, 50, 50, 10)
 SEEDS = (11, 13, 21, 33, 55)
 BATCH = 10
 NAIVE = "naive torch"
+STACKED = {  # ours: the directions of the stack written by hand that does the same
+    "SGD": 0,
+    "SGD-dagger, 20 directions": 20,
+    "SGD-dagger, 80 directions": 80,
+}
 LEAK = 1e-3  # share of a gradient left in the memory's span, at which a contender counts as wrong
 
 
@@ -232,10 +232,22 @@ def measure(
             shares[name], sizes[name] = [], memory_bytes(learner)
             calls[name] = steps(population, learner, 1, tasks[1], shares[name])
             calls[f"read {name}"] = reading(sizes[name], count)
+        if name in STACKED:
+            rival, wrong = _stacked(name, count, tasks[1])
+            rows.append(row("learners", f"stacked {name}", "error", "", count, wrong,
+                            threads=threads, version=str(torch.__version__)))  # fmt: skip
+            if wrong <= LEAK:
+                calls[f"stacked {name}"] = rival
     seconds = interleave(calls, rounds=rounds, threads=threads, clock=clock)
     for name in shares:
         rows += figures(name, count, seconds, shares[name], sizes[name], threads)
     return rows
+
+
+def _stacked(name: str, count: int, task: Task) -> tuple[Callable[[], None], float]:
+    models = [CONTENDERS[name].build(seed) for seed in SEEDS[:count]]
+    rival, wrong = stacked(models, task, SEEDS[:count], STACKED[name], BATCH)
+    return lambda: rival(SLAB), wrong
 
 
 def figures(
@@ -261,6 +273,9 @@ def figures(
         ("memory", "MB per run"): [sum(sizes) / len(sizes) / 1e6],
         ("transform", "share of step"): shares,
     }
+    if f"stacked {name}" in seconds:
+        against = per_round_ratio(seconds[f"stacked {name}"], seconds[name])
+        figures["speed", "stacked torch"] = against
     return [
         row("learners", name, metric, unit, count, quantiles(values), threads=threads)
         for (metric, unit), values in figures.items()
@@ -275,6 +290,7 @@ def table(rows: Sequence[Row]) -> str:
     columns = {
         "us/step": ("step", "us"),
         "x naive": ("speed per run", "naive"),
+        "x stacked": ("speed", "stacked torch"),
         "x SGD": ("step", "SGD steps"),
         "limit": ("limit", "SGD steps"),
         "MB/run": ("memory", "MB per run"),
@@ -283,7 +299,11 @@ def table(rows: Sequence[Row]) -> str:
     }
     lines = []
     for (name, count), cells in sorted(found.items(), key=lambda item: float(item[0][1])):
-        shown = [f"{cells[key].p50:.3g}" if key in cells else "wrong" for key in columns.values()]
+        if name.startswith("stacked") and cells["error", ""].p50 <= LEAK:
+            continue  # its time stands in the line of ours
+        right = cells["error", ""].p50 <= LEAK
+        absent = "-" if right else "wrong"
+        shown = [f"{cells[key].p50:.3g}" if key in cells else absent for key in columns.values()]
         lines.append([name, f"{count:.0f}", *shown])
     return format_table(["learner", "seeds", *columns], lines)
 

@@ -1,4 +1,4 @@
-"""How everything here is measured: contenders interleaved, threads pinned, medians with a spread.
+"""What was measured, row by row, what it needed, and whether it was right before it was timed.
 
 A benchmark asks for four things and writes rows of one schema::
 
@@ -8,9 +8,7 @@ A benchmark asks for four things and writes rows of one schema::
     rows.append(row("hvp", "ours", "time", "gradients", "mlp", ratio, threads=2))
     write_rows("results/hvp.csv", rows)
 
-The machine changes speed while a benchmark runs. So each round times every contender once, in a
-rotating order, and ratios are taken inside a round: a slow minute slows both sides. Quantiles
-(20 %, 50 %, 80 %) rather than means: one interrupted sample must not move the result.
+Time is taken by :mod:`curvlab.bench.timing`, which ``curvlab bench eig`` uses too.
 """
 
 import csv
@@ -19,41 +17,39 @@ import gc
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from curvlab.bench.timing import (
+    Call,
+    Quantiles,
+    command,
+    environment,
+    pinned_threads,
+    version_of,
+)
 from curvlab.storage import write_atomically
 
-Call = Callable[[], object]
 _DONTNEED = 4  # MADV_DONTNEED on Linux: the pages are empty when next touched
 SMALL = "small "  # begins the x of every row of a problem below its full size
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """20 %, 50 % and 80 % quantiles of a sample."""
-
-    p20: float
-    p50: float
-    p80: float
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measured figure; every benchmark writes these columns.
 
-    ``x`` is what the figure is drawn against (a network's name, a size, a block width).
+    Attributes:
+        x: What the figure is drawn against (a network's name, a size, a block width).
+        environment: Machine, threads and libraries.
+        samples: How many the quantiles are of: 1 is a single measurement or a count, 0 unknown.
+        command: What was typed to measure it.
     """
 
     subject: str
@@ -67,102 +63,8 @@ class Row:
     p80: float
     environment: str
     commit: str
-
-
-def quantiles(samples: Sequence[float]) -> Quantiles:
-    """The three quantiles of ``samples``, interpolated linearly; one sample is its own spread."""
-    if not samples:
-        raise ValueError("quantiles needs at least one sample; got none")
-    at = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    values = torch.quantile(torch.tensor(list(samples), dtype=torch.float64), at)
-    return Quantiles(*(float(value) for value in values))
-
-
-def per_round_ratio(samples: Sequence[float], unit: Sequence[float]) -> list[float]:
-    """``samples`` in units of ``unit``, round by round: both must come from one :func:`interleave`.
-
-    A ratio of medians would compare a quiet minute with a busy one.
-    """
-    return [sample / one for sample, one in zip(samples, unit, strict=True)]
-
-
-@contextmanager
-def pinned_threads(threads: int) -> Iterator[None]:
-    """Run with torch on ``threads`` threads, then restore the number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def interleave(
-    contenders: Mapping[str, Call],
-    *,
-    rounds: int = 11,
-    warmup: int = 1,
-    threads: int = 2,
-    shortest: float = 0.02,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Seconds per call of every contender, one sample per round.
-
-    Args:
-        contenders: Functions without arguments. They must do the same work at the same accuracy.
-        rounds: Samples per contender.
-        warmup: Untimed calls of each first.
-        threads: torch's thread count while measuring.
-        shortest: A sample repeats its call until it lasts about this many seconds, so that the
-            clock and the call overhead do not count.
-        clock: ``time.perf_counter`` for elapsed time, ``time.process_time`` for CPU time.
-
-    Returns:
-        For each contender a list of ``rounds`` figures; entry ``i`` of all lists is one round.
-    """
-    if rounds < 1:
-        raise ValueError(f"interleave needs rounds >= 1; got {rounds}")
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    with pinned_threads(threads), _collector_off():
-        repeats = {}
-        for name, call in contenders.items():
-            for _ in range(warmup):
-                call()
-            once = _seconds(call, 1, time.perf_counter)
-            repeats[name] = max(1, round(shortest / max(once, 1e-9)))
-        names = list(contenders)
-        for turn in range(rounds):
-            first = turn % len(names)  # nobody always runs after the same neighbour's cache
-            for name in names[first:] + names[:first]:
-                seconds[name].append(_seconds(contenders[name], repeats[name], clock))
-            gc.collect()
-    return seconds
-
-
-def _seconds(call: Call, repeats: int, clock: Callable[[], float]) -> float:
-    _synchronise()
-    start = clock()
-    for _ in range(repeats):
-        call()
-    _synchronise()
-    return (clock() - start) / repeats
-
-
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    samples: int
+    command: str
 
 
 def peak_memory(call: Call, *, device: torch.device | str = "cpu", threads: int = 2) -> int:
@@ -282,49 +184,14 @@ def row(
         p80=spread.p80,
         environment=environment(threads),
         commit=commit(),
+        samples=spread.samples,
+        command=command(),
     )
 
 
 def as_small(rows: Iterable[Row]) -> list[Row]:
     """The rows of a smaller problem than that of the targets: ``x`` says so."""
     return [replace(entry, x=f"{SMALL}{entry.x}") for entry in rows]
-
-
-def version_of(package: str) -> str:
-    """The version of an installed distribution, or ``""`` if it is not installed."""
-    if package == "curvlab":
-        from curvlab import __version__
-
-        return __version__
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-@cache
-def environment(threads: int) -> str:
-    """The machine and the libraries in one line: ratios are comparable only where it agrees."""
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    return "; ".join(
-        [
-            f"{_processor()} ({os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()})",
-            device,
-            f"{threads} threads",
-            f"{platform.system()} {platform.machine()}",
-            f"python {platform.python_version()}",
-            f"torch {torch.__version__}",
-        ]
-    )
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.is_file():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown processor"
 
 
 @cache
@@ -374,7 +241,8 @@ def read_rows(path: str | Path) -> list[Row]:
         if list(record) != names:
             raise ValueError(f"{path} has columns {list(record)}; rows need {names}")
         numbers = {name: float(record[name]) for name in ("p20", "p50", "p80")}
-        rows.append(Row(**{**record, **numbers, "x": _number_or_text(record["x"])}))
+        x, samples = _number_or_text(record["x"]), int(record["samples"])
+        rows.append(Row(**{**record, **numbers, "x": x, "samples": samples}))
     return rows
 
 

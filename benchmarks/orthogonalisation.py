@@ -17,18 +17,10 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from benchmarks.eigensolver_contenders import Diagonal, ours, outliers, scipy_solver
-from benchmarks.measure import (
-    Row,
-    environment,
-    format_table,
-    interleave,
-    per_round_ratio,
-    quantiles,
-    row,
-    version_of,
-    write_rows,
-)
+from benchmarks.measure import Row, format_table, row, write_rows
+from benchmarks.spectra import Diagonal, outliers
+from curvlab.bench.solvers import arpack, counted, ours
+from curvlab.bench.timing import environment, interleave, per_round_ratio, quantiles, version_of
 from curvlab.eigen import lanczos
 from curvlab.probe import LinearOperator
 
@@ -69,7 +61,7 @@ def solves(n: int, k: int, rounds: int) -> list[Row]:
             version_of("curvlab"),
             ours(lanczos, operator, k, certify=False),
         ),
-        "scipy eigsh": (version_of("scipy"), scipy_solver(lambda v: operator @ v, n, k)),
+        "scipy eigsh": (version_of("scipy"), counted(lambda: operator, arpack, k)()),
     }
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     counts: dict[str, int] = {}

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.measure import Row, format_table, per_round_ratio, quantiles, row, write_rows
+from benchmarks.measure import Row, format_table, row, write_rows
+from curvlab.bench.timing import per_round_ratio, quantiles
 from curvlab.distributed import DataParallel, Group, Sharded, launch
 from curvlab.nets import vit_cifar
 from curvlab.operators import Curvature, Hessian

@@ -82,7 +82,10 @@ def _cell(entry: Row, sized: bool) -> str:
         small = entry.p50 < 10 * 2**20
         return f"{entry.p50 / 2**10:,.0f} KiB" if small else f"{entry.p50 / 2**20:,.0f} MiB"
     if not sized or entry.p20 == entry.p80:
-        return number(entry.p50)
+        timed = entry.samples == 1 and (
+            sized and entry.metric.startswith(("time", "speed", "step"))
+        )
+        return f"{number(entry.p50)} (one sample)" if timed else number(entry.p50)
     return f"{number(entry.p50)} ({number(entry.p20)} to {number(entry.p80)})"
 
 
@@ -145,7 +148,9 @@ def build(folder: Path) -> Path:
 def written(name: str, section: Section, rows: Sequence[Row], folder: Path) -> str:
     """A section: text, where it was measured, picture, tables."""
     parts = [f"## {section.title}\n", f"{section.text} {provenance(rows)}\n".lstrip()]
-    parts.append(f"`python -m benchmarks {name} --size full`\n")
+    typed = list(dict.fromkeys(entry.command for entry in rows if entry.command))
+    typed = typed or [f"python -m benchmarks {name} --size full"]
+    parts.append("\n".join(f"    {one}" for one in typed) + "\n")
     picture = pictures.draw(name, rows, folder / "pictures")
     if picture is not None:
         parts.append(f"![{section.title}](pictures/{picture.name})\n")

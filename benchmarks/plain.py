@@ -29,20 +29,6 @@ def plain_hessian(network: Network) -> Product:
     return product
 
 
-def kept_hessian(network: Network) -> Product:
-    """Double backward through a graph that is made once and kept, as PyHessian does: (n,) only."""
-    layout = layout_of(select_parameters(network.model))
-    leaves = list(network.model.parameters())
-    loss = network.loss(network.model(network.inputs), network.targets)
-    first = torch.autograd.grad(loss, leaves, create_graph=True)
-
-    def product(vector: Tensor) -> Tensor:
-        second = torch.autograd.grad(first, leaves, layout.unflatten(vector), retain_graph=True)
-        return layout.flatten(second)
-
-    return product
-
-
 def plain_gauss_newton(network: Network) -> Product:
     """Forward mode to the outputs, the loss's Hessian there, and back: ``J' A J v``."""
     parameters = {name: p.detach() for name, p in network.model.named_parameters()}

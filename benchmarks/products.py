@@ -20,24 +20,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import peers
-from benchmarks.measure import (
+from benchmarks.measure import Row, format_table, peak_memory, relative_error, row, write_rows
+from benchmarks.networks import SIZES, Network
+from benchmarks.plain import PLAIN, Product, steady, truth
+from curvlab.bench import peers
+from curvlab.bench.timing import (
     Quantiles,
-    Row,
     environment,
-    format_table,
     interleave,
-    peak_memory,
     per_round_ratio,
     pinned_threads,
     quantiles,
-    relative_error,
-    row,
     version_of,
-    write_rows,
 )
-from benchmarks.networks import SIZES, Network
-from benchmarks.plain import PLAIN, Product, steady, truth
 from curvlab.operators import GaussNewton, Hessian
 
 EXACT = 1e-9  # relative error of a right product in float64
@@ -102,9 +97,9 @@ def contenders(
         for one in found
         if not only or one.name.startswith(("plain", *(f"curvlab {name}" for name in only)))
     ]
-    for peer in peers.installed(network.name, kind):
-        name, version = peer.DISTRIBUTION, version_of(peer.DISTRIBUTION)
-        build = partial(getattr(peer, kind), network.model, network.loss, *data)
+    for peer in peers.installed(network.model, kind):
+        name, version = peer.NAME, version_of(peer.DISTRIBUTION)
+        build = partial(getattr(peer, kind), network.model, network.loss, [data])
         found.append(Contender(name, version, build))
         if network.name == "mlp" and peer.BLOCKS:
             found.append(Contender(f"{name}, {WIDTH} at once", version, build, WIDTH))

@@ -18,17 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import (
-    Row,
-    environment,
-    format_table,
-    interleave,
-    per_round_ratio,
-    pinned_threads,
-    quantiles,
-    row,
-    write_rows,
-)
+from benchmarks.measure import Row, format_table, row, write_rows
 from benchmarks.projection_contenders import (
     BASELINE,
     Contender,
@@ -40,6 +30,7 @@ from benchmarks.projection_contenders import (
 from benchmarks.projection_picture import Point, draw_roofline
 from benchmarks.projection_steps import around_the_kernel, step_overheads, vit_projection
 from curvlab.basis import basis_bytes, largest_basis
+from curvlab.bench.timing import environment, interleave, per_round_ratio, pinned_threads, quantiles
 
 SUBJECT = "projection"
 GPU_BYTES = {"24 GB": 24_000_000_000, "40 GB": 40_000_000_000, "80 GB": 80_000_000_000}

@@ -10,9 +10,9 @@ from curvlab_kernels import _cpu
 from curvlab_kernels.formats import BLOCK, padded
 from torch import nn
 
-from benchmarks.measure import Quantiles, interleave, per_round_ratio, quantiles
 from benchmarks.networks import SIZES, Network
 from curvlab.basis import Basis, MappedFile, Tier
+from curvlab.bench.timing import Quantiles, interleave, per_round_ratio, quantiles
 from curvlab.rows.sizes import row_bytes
 
 BATCH = 10  # the paper's

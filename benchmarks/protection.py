@@ -16,18 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.measure import (
-    Row,
-    as_small,
-    environment,
-    format_table,
-    interleave,
-    per_round_ratio,
-    quantiles,
-    row,
-    write_rows,
-)
+from benchmarks.measure import Row, as_small, format_table, row, write_rows
 from curvlab import LayerBases, layer_bases, protect
+from curvlab.bench.timing import environment, interleave, per_round_ratio, quantiles
 from curvlab.losses import sequence
 from curvlab.nets import gpt
 from curvlab.protection import LayerProtection

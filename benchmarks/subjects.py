@@ -65,7 +65,7 @@ SUBJECTS: dict[str, Subject] = {
             "standard": (
                 *FULL,
                 "--rounds",
-                "1",
+                "2",
                 "--threads",
                 "2/1",  # so that no two pools of threads spin; full tries others too
                 "--operators",

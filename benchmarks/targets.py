@@ -163,27 +163,31 @@ def _eigen() -> list[Target]:
         figure = solve("time", "gradients", network)
         what = f"Top 20 at 1e-3, {NETWORKS[network]}"
         found.append(Target("eigensolvers", what, AT_MOST, limit, "gradients", figure))
-    rivals = [
-        ("scipy eigsh, curvlinops-for-pytorch", {"mlp": 2.0, "resnet": 2.0, "vit": 2.0}),
-        ("scipy eigsh, our product", {"mlp": 1.15, "resnet": 1.15, "vit": 1.0}),
-        ("scipy eigsh, kept graph", {"mlp": 1.15, "resnet": 1.15, "vit": 1.0}),
-        ("deflated power iteration", {"mlp": 50.0}),
-        ("deflated power iteration, counted", {"resnet": 50.0, "vit": 50.0}),
-    ]
-    for rival, limits in rivals:
+    rivals = {
+        "scipy eigsh, curvlinops-for-pytorch": {"mlp": 2.0, "resnet": 2.0, "vit": 2.0},
+        "scipy eigsh, PyHessian": {"mlp": 1.15, "resnet": 1.15, "vit": 1.0},
+        "scipy eigsh, our product": {"mlp": 1.15, "resnet": 1.15, "vit": 1.0},
+        "scipy eigsh, kept graph": {"mlp": 1.15, "resnet": 1.15, "vit": 1.0},
+        "deflated power iteration": {"mlp": 50.0},
+    }
+    for rival, limits in rivals.items():
         for network, least in limits.items():
-            figure = solve("time", "gradients", network)
+            figure = solve("time over that of lanczos", "ratio", network, rival)
             what = f"Top 20 at 1e-3, {NETWORKS[network]}, than {rival}"
-            found.append(
-                Target("eigensolvers", what, AT_LEAST, least, "x", figure, rival, inverse=True)
-            )
-    for rival in ("scipy eigsh, our product", "scipy eigsh, kept graph"):
+            found.append(Target("eigensolvers", what, AT_LEAST, least, "x", figure))
+    counted = "deflated power iteration, counted"  # one product timed, so no ratio inside a round
+    for network in ("resnet", "vit"):
+        figure = solve("time", "gradients", network)
+        what = f"Top 20 at 1e-3, {NETWORKS[network]}, than {counted}"
+        found.append(
+            Target("eigensolvers", what, AT_LEAST, 50.0, "x", figure, counted, inverse=True)
+        )
+    for rival in ("scipy eigsh, PyHessian", "scipy eigsh, our product", "scipy eigsh, kept graph"):
         for network, name in NETWORKS.items():
-            figure = solve("time", "gradients", network, "lanczos, uncertified")
+            metric = "time over that of lanczos, uncertified"
+            figure = solve(metric, "ratio", network, rival)
             what = f"Top 20 at 1e-3, {name}, uncertified, than {rival}"
-            found.append(
-                Target("eigensolvers", what, AT_LEAST, 1.3, "x", figure, rival, inverse=True)
-            )
+            found.append(Target("eigensolvers", what, AT_LEAST, 1.3, "x", figure))
     outside = Figure("orthogonalisation k=10", "lanczos", "outside", "ARPACK", ("n=1100000",))
     passes = Figure(
         "reorthogonalisation m=40", "orthonormalise", "time", "4 reads of the basis",

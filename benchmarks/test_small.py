@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from benchmarks import append, conformance, dense_hessian, products, projection_contenders
-from benchmarks.eigensolver_contenders import Problem, contenders, outliers
-from benchmarks.eigensolver_gate import wanted
-from benchmarks.eigensolvers import enter
 from benchmarks.learner_networks import filled, population, stepping
-from benchmarks.measure import pinned_threads
 from benchmarks.networks import SIZES, SMALL, Network
 from benchmarks.plain import steady, truth
+from benchmarks.spectra import outliers
+from curvlab.bench.contest import Timing, enter
+from curvlab.bench.gate import wanted
+from curvlab.bench.problem import Problem
+from curvlab.bench.solvers import contenders
+from curvlab.bench.timing import Threads, pinned_threads
 from curvlab.learners import SGD
 from curvlab.operators import Hessian
 
@@ -71,10 +73,11 @@ def test_solver(benchmark: Timer, solver: str) -> None:
     if solver.startswith("scipy"):
         pytest.importorskip("threadpoolctl")
     operator = outliers(10_000)
-    found = Problem("small outliers", lambda: operator, operator, None, None)
-    values = wanted(found, 10, 1e-3)
-    table = contenders(found, 10, 1e-3, values, whole=False)
-    outcome = enter(found, table[solver], values, 1e-3)
+    found = Problem("small outliers", lambda: operator, operator, spectrum=operator.values)
+    values, _ = wanted(found, 10, 1e-3)
+    table, _ = contenders(found, 10, 1e-3, values, whole=False)
+    settings = [Threads(THREADS, THREADS)]
+    outcome = enter(found, table[solver], values, 1e-3, Timing(THREADS), settings)
     assert outcome.passes(1e-3)
     benchmark(table[solver].prepare(), outcome.effort)
 

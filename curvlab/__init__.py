@@ -36,21 +36,26 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__getattr__("__all__")})
 
 
-class _Package(ModuleType):
-    """``curvlab.probe`` is the function, though a module of that name is loaded as well.
+def _function(name: str) -> property:
+    """The public function of a name that is also a submodule's.
 
-    Loading a submodule sets it as an attribute of its package; here that must not happen.
+    Loading a submodule sets it as an attribute of its package; here that must not happen. It stays
+    reachable by ``from curvlab.probe import ...``.
     """
 
-    @property
-    def probe(self) -> Any:
-        from curvlab.public import probe
+    def get(package: ModuleType) -> Any:
+        del package
+        from curvlab import public
 
-        return probe
+        return getattr(public, name)
 
-    @probe.setter
-    def probe(self, module: ModuleType) -> None:
-        """Ignore the module: it stays reachable by ``from curvlab.probe import ...``."""
+    return property(get, lambda package, module: None)  # noqa: ARG005
+
+
+class _Package(ModuleType):
+    """``curvlab.probe`` is the function, though a module of that name is loaded as well."""
+
+    doctor, plan, probe = (_function(name) for name in ("doctor", "plan", "probe"))
 
 
 sys.modules[__name__].__class__ = _Package

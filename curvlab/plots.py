@@ -255,6 +255,56 @@ def landscape(result: Landscape, labels: Sequence[str] = ("first", "second")) ->
     return figure
 
 
+def contest(
+    names: Sequence[str],
+    times: Sequence[tuple[tuple[float, float, float], tuple[float, float, float]]],
+    products: Sequence[int],
+    *,
+    wrong: Sequence[str] = (),
+    unit: str = "gradients",
+    title: str = "",
+) -> Any:
+    """Eigensolvers side by side: time with set-up and with the operator reused, fastest on top.
+
+    Args:
+        times: For each the quantiles (20, 50, 80 %) with set-up, then reused.
+        products: For each.
+        wrong: Names of those that missed the accuracy and so have no time.
+    """
+    _require(names, "contest needs at least one solver that is right", bool)
+    figure, axes = _axes(height=1.6 + 0.42 * len(names))
+    for index, label in enumerate(("with set-up", "operator reused")):
+        medians = [of[index][1] for of in times]
+        bars = [[of[index][1] - of[index][0] for of in times]]
+        bars.append([of[index][2] - of[index][1] for of in times])
+        places = [place + 0.24 * (index - 0.5) for place in range(len(names))]
+        axes.errorbar(
+            medians, places, xerr=bars, fmt=MARKERS[index], ms=5, color=COLOURS[index], label=label
+        )
+    axes.set_yticks(
+        range(len(names)), [f"{n} ({p})" for n, p in zip(names, products, strict=True)], fontsize=8
+    )
+    axes.invert_yaxis()
+    everything = [value for of in times for spread in of for value in spread]
+    if max(everything) > 10 * min(everything):
+        axes.set_xscale("log")
+        readable(axes.xaxis)
+    missed = f"\nnot accurate enough: {', '.join(wrong)}" if wrong else ""
+    axes.set_xlabel(f"{unit} (products in brackets){missed}", fontsize=8)
+    axes.set_title(title, fontsize=10)
+    _legend(axes)
+    return figure
+
+
+def readable(axis: Any) -> None:
+    """Ticks of a logarithmic axis as plain numbers: 1, 2 and 5 of every decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def write(figure: Any, *paths: str | Path) -> list[Path]:
     """Write ``figure`` to each of ``paths``: PNG, SVG or PDF by the suffix, all or nothing."""
     targets = [Path(path) for path in paths]

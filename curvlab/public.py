@@ -2,6 +2,7 @@
 
 from curvlab.basis import Basis
 from curvlab.batches import freeze
+from curvlab.doctor import doctor
 from curvlab.eigen import (
     Certify,
     Checkpoint,
@@ -45,6 +46,7 @@ from curvlab.operators import (
     to_scipy,
 )
 from curvlab.parameters import load_parameter_vector, parameter_count, parameter_vector
+from curvlab.plan import plan
 from curvlab.probe import Certificate, LinearOperator, OperatorError, probe
 from curvlab.protection import SpectralPenalty, protect
 from curvlab.storage import StorageError
@@ -89,6 +91,7 @@ __all__ = [
     "average",
     "block_lanczos",
     "diagonal",
+    "doctor",
     "eigenpairs_above",
     "freeze",
     "from_scipy",
@@ -100,6 +103,7 @@ __all__ = [
     "load_parameter_vector",
     "parameter_count",
     "parameter_vector",
+    "plan",
     "power_iteration",
     "probe",
     "protect",

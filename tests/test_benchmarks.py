@@ -14,24 +14,23 @@ from benchmarks import __main__ as front
 from benchmarks import (
     append,
     conformance,
-    eigensolvers,
     growth,
     page,
-    peers,
-    plain,
     products,
     verdicts,
 )
-from benchmarks.eigensolver_contenders import Contender, Counted, Problem, Threads, outliers
-from benchmarks.eigensolver_gate import wanted
 from benchmarks.measure import Row, as_small, read_rows, row, write_rows
 from benchmarks.networks import SMALL
+from benchmarks.stacked import Stack, stacked
 from benchmarks.subjects import SIZES, SUBJECTS, command
 from benchmarks.tally import Tally
 from benchmarks.targets import AT_LEAST, AT_MOST, TARGETS, Figure, Target
 from curvlab import __version__
-from curvlab.eigen import lanczos
-from curvlab.eigen.source import as_operator
+from curvlab.bench import peers
+from curvlab.bench.peers import kept_graph
+from curvlab.nets import mlp
+from curvlab.tasks import limit, rotated_mnist
+from curvlab.training.batches import seed_batches
 
 ROOT = Path(__file__).parents[1]
 
@@ -146,12 +145,11 @@ def test_a_curve_yields_points_and_a_fit_that_the_table_shows():
 
 
 def test_a_peer_that_is_wrong_is_shown_with_its_error_and_not_timed(monkeypatch):
-    def off(model, loss, inputs, targets):
-        right = products.PLAIN["hessian"](SimpleNamespace(model=model, loss=loss, inputs=inputs,
-                                                          targets=targets))  # fmt: skip
+    def off(*given):
+        right = kept_graph.hessian(*given)
         return lambda block: right(block) * 1.001
 
-    peer = SimpleNamespace(DISTRIBUTION="peer", BLOCKS=False, NETWORKS=None, hessian=off)
+    peer = SimpleNamespace(NAME="peer", DISTRIBUTION="peer", BLOCKS=False, hessian=off)
     monkeypatch.setattr(peers, "installed", lambda *_: [peer])
     options = SimpleNamespace(compiled=False, only=["auto"], threads=1, rounds=1, cpu_time=False)
     rows = products.measure(SMALL["mlp"](), "hessian", options)
@@ -162,97 +160,21 @@ def test_a_peer_that_is_wrong_is_shown_with_its_error_and_not_timed(monkeypatch)
     assert "WRONG" in products.table(rows)
 
 
-def spectrum(n) -> Problem:
-    operator = outliers(n)
-    return Problem("small outliers", lambda: operator, operator, None, None)
-
-
-def test_a_solver_that_misses_the_residual_is_not_timed():
-    found = spectrum(2_000)
-    right = lanczos(found.operator, 3, tol=1e-6, progress=False)
-    noise = torch.randn(right.vectors.shape, generator=torch.Generator().manual_seed(0))
-    blurred = right.vectors + 0.01 * noise / noise.norm(dim=1, keepdim=True)
-    wrong = Contender("1", lambda: lambda _: (right.values, blurred, 7), [1e-3, 1e-4])
-    outcome = eigensolvers.enter(found, wrong, right.values, 1e-3)
-    metrics = {one.metric for one in eigensolvers.rows_of(found, "it", outcome, 3, 1e-3)}
-    assert metrics == {"residual", "missing", "residual at defaults"}
-    broken = Contender("1", lambda: lambda _: torch.zeros(1) @ torch.zeros(2), [1e-3])
-    failed = eigensolvers.enter(found, broken, right.values, 1e-3)
-    assert (failed.residual, failed.missing) == (math.inf, 3)
-    twice = right.values[[1, 1, 2]], right.vectors[[1, 1, 2]], 7
-    few = Contender("1", lambda: lambda _: twice, [1e-3])
-    assert eigensolvers.enter(found, few, right.values, 1e-3).missing == 1
-
-
-def test_a_solver_is_timed_with_its_fastest_threads_and_with_its_set_up():
-    found = spectrum(2_000)
-    right = lanczos(found.operator, 3, tol=1e-6, progress=False)
-    now = 0.0
-
-    def prepare():
-        nonlocal now
-        now += 5.0
-
-        def solve(_):
-            nonlocal now
-            now += {1: 2.0, 2: 7.0}[torch.get_num_threads()]
-            return right.values, right.vectors, 9
-
-        return solve
-
-    timing = eigensolvers.Timing(2, lambda: now)
-    settings = [Threads(2, 2), Threads(1, 1), Threads(2, 1)]
-    contender = Contender("1", prepare, [1e-3])
-    outcome = eigensolvers.enter(found, contender, right.values, 1e-3, timing, settings)
-    rows = eigensolvers.rows_of(found, "it", outcome, 3, 1e-3)
-    of = {one.metric: one.p50 for one in rows}
-    assert (of["torch threads"], of["BLAS threads"]) == (1.0, 1.0)
-    assert (of["time"], of["time, operator reused"]) == (7.0, 2.0)
-
-
-def test_the_blas_of_scipy_is_held_to_its_threads():
-    threadpoolctl = pytest.importorskip("threadpoolctl")
-    pytest.importorskip("scipy.linalg")
-
-    def blas():
-        found = threadpoolctl.threadpool_info()
-        return {one["num_threads"] for one in found if one["user_api"] == "blas"}
-
-    before = blas(), torch.get_num_threads()
-    with Threads(2, 1).pinned():
-        assert (blas(), torch.get_num_threads()) == ({1}, 2)
-    assert (blas(), torch.get_num_threads()) == before
-
-
-def test_a_kept_graph_gives_the_product_of_a_graph_made_anew():
-    network = SMALL["mlp"]().double()
-    vectors = torch.randn(2, network.n, dtype=torch.float64)
-    product = plain.kept_hessian(network)
-    kept = torch.stack([product(vector) for vector in vectors])
-    exact = plain.plain_hessian(network)(vectors)
-    assert float((kept - exact).norm() / exact.norm()) <= 1e-13
-
-
-def test_the_wanted_values_of_a_small_operator_come_from_the_dense_matrix():
-    values = torch.linspace(-3.0, 2.0, 60, dtype=torch.float64)
-    rotation = torch.linalg.qr(torch.randn(60, 60, dtype=torch.float64)).Q
-    operator = as_operator(rotation @ torch.diag(values) @ rotation.T)
-    found = Problem("small", lambda: operator, operator, None, None)
-    exact = values[values.abs().argsort(descending=True)[:5]]
-    assert float((wanted(found, 5, 1e-3) - exact).abs().max()) <= 1e-12
-
-
-def test_a_block_of_columns_is_one_product_and_counts_as_its_columns():
-    calls = []
-
-    def product(block):
-        calls.append(tuple(block.shape))
-        return 2.0 * block
-
-    counted = Counted(product)
-    columns = torch.arange(15.0).reshape(5, 3).numpy()
-    assert (counted.columns(columns) == 2.0 * columns).all()
-    assert (calls, counted.count) == ([(3, 5)], 3)
+@pytest.mark.parametrize("directions", [0, 3])
+def test_the_stack_written_by_hand_is_a_rival_that_is_right(directions):
+    seeds, task = (1, 2), limit(rotated_mnist(), train=40)[1]
+    models = [mlp((196, 7, 5, 10), seed=seed).double() for seed in seeds]
+    double = replace(task, train=replace(task.train, inputs=task.train.inputs.double()))
+    stack = Stack(models)
+    inputs, targets = next(seed_batches(double.train, seeds, 10, task=1, epoch=0))
+    for s, model in enumerate(models):
+        loss = torch.nn.functional.cross_entropy(model(inputs[s]), targets[s])
+        exact = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]
+        )
+        assert float((stack.gradients(inputs, targets)[s] - exact).norm() / exact.norm()) <= 1e-12
+    singles = [mlp((196, 7, 5, 10), seed=seed) for seed in seeds]
+    assert stacked(singles, task, seeds, directions, 10)[1] <= 1e-5
 
 
 def test_the_tally_counts_the_same_twice_and_sees_double_work():

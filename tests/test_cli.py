@@ -335,10 +335,19 @@ def test_plan_profile_and_version(run):
 
 
 def test_bench_outside_a_checkout_says_where_the_benchmarks_are(run, monkeypatch):
-    monkeypatch.setattr("curvlab.cli.advice.benchmarks_folder", lambda: None)
+    monkeypatch.setattr("curvlab.cli.bench.benchmarks_folder", lambda: None)
     code, _, err = run("bench")
     assert code == 2
     assert "clone the repository" in err
+    assert "curvlab bench eig" in err
+
+
+def test_bench_alone_lists_the_subjects_and_starts_nothing(run, monkeypatch, capfd):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    code, _, err = run("bench")
+    assert code == 0
+    assert "nothing was started" in err
+    assert "eigensolvers" in capfd.readouterr().out
 
 
 def test_every_verb_has_help_with_examples_that_parse(run):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvlab.batches
 from curvlab.operators import EmpiricalFisher, Fisher, GaussNewton, Hessian, Objective
+from curvlab.refusals import Refusal
 from tests.dense_truth import dense_hessian
 
 TOLERANCE = 1e-12  # relative, float64
@@ -31,6 +32,15 @@ def samples(n=11, inputs=4, classes=3):
 def assert_same(operator, truth):
     error = float((operator.dense() - truth).norm() / truth.norm())
     assert error < TOLERANCE, f"relative error {error:.1e}"
+
+
+def test_targets_and_inputs_in_the_wrong_order_are_named():
+    model, (x, y) = network(), samples()
+    for data in ((y, x), [(y[:5], x[:5]), (y[5:], x[5:])]):
+        with pytest.raises(Refusal, match=r"seem to be \(targets, inputs\).*int64"):
+            Hessian(model, F.cross_entropy, data)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # wrong both ways
+        Hessian(model, F.cross_entropy, (x[:, :-1], y))
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 4, 5, 100, "batch"])

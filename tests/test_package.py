@@ -26,7 +26,7 @@ RANK = {
     "progress": 0, "rows": 1, "probe": 1, "nets": 1, "tasks": 1, "batches": 1, "loaders": 1,
     "basis": 2, "operators": 2, "layerwise": 2, "eigen": 3, "learners": 4, "training": 5,
     "metrics": 5, "theory": 5, "losses": 3, "surface": 3, "callbacks": 4, "protection": 3,
-    "distributed": 3, "plan": 6, "doctor": 6, "plots": 6, "public": 6, "cli": 7,
+    "distributed": 3, "plan": 6, "doctor": 6, "plots": 6, "public": 6, "bench": 7, "cli": 8,
 }  # fmt: skip
 
 
@@ -69,6 +69,18 @@ def test_a_wrong_import_would_be_seen(tmp_path):
 def test_kernels_is_not_itself_a_package():
     # A top-level import called `kernels` would overwrite another published package of that name.
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_functions_that_share_a_modules_name_are_the_functions():
+    code = (
+        "import curvlab.doctor, curvlab.plan, curvlab.probe, curvlab\n"
+        "from curvlab.plan import MACHINES\n"
+        "print([callable(f) for f in (curvlab.doctor, curvlab.plan, curvlab.probe)])"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert shown.stdout.strip() == "[True, True, True]"
 
 
 def test_importing_curvlab_is_light():

@@ -1,11 +1,8 @@
-"""``doctor``, ``plan``, ``bench`` and ``version``: advice before and about work."""
+"""``doctor``, ``plan`` and ``version``: advice before and about work."""
 
 import importlib.util
 import platform
-import subprocess
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +14,6 @@ from curvlab.cli.parser import UsageError
 from curvlab.doctor import doctor as visit
 from curvlab.plan import MACHINES, plan_counted
 from curvlab.plan import plan as plan_measured
-
-CHECKOUT = (
-    "the benchmarks are not installed with the package: clone the repository and run this in its "
-    "folder, or python -m benchmarks there"
-)
 
 
 def doctor(options: Namespace) -> int:
@@ -73,17 +65,6 @@ def plan(options: Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def bench(options: Namespace) -> int:
-    """Pass on to ``python -m benchmarks`` of a checkout."""
-    folder = benchmarks_folder()
-    if folder is None:
-        raise UsageError(CHECKOUT)
-    rest = [word for word in options.rest if word != "--"]
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *rest], cwd=folder, check=False
-    ).returncode
-
-
 def version(options: Namespace) -> int:
     """Versions, as a bug report needs them."""
     from curvlab import __version__
@@ -104,11 +85,3 @@ def version(options: Namespace) -> int:
     lines = [f"{name:<8} {value}" for name, value in facts.items() if name != "extras"]
     emit(options, facts, "\n".join([*lines, f"extras   {installed}"]))
     return 0
-
-
-def benchmarks_folder() -> Path | None:
-    """The checkout that holds curvlab's own benchmarks: here, or around the package."""
-    for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
-        if (folder / "benchmarks" / "measure.py").is_file() and (folder / "curvlab").is_dir():
-            return folder
-    return None

@@ -106,7 +106,52 @@ def profile(parser: ArgumentParser) -> None:
 
 
 def bench(parser: ArgumentParser) -> None:
-    parser.add_argument("rest", nargs="*", help="passed on to python -m benchmarks; after --")
+    parser.add_argument(
+        "rest", nargs="*", help="for python -m benchmarks, after --; nothing: the list of subjects"
+    )
+
+
+def bench_eig(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("--k", type=whole(1), default=10, help="how many pairs (10)")
+    parser.add_argument(
+        "--tol", type=between(1e-12, 1.0), default=1e-3, help="true relative residual (1e-3)"
+    )
+    parser.add_argument(
+        "--solver",
+        action="append",
+        type=factory,
+        default=[],
+        metavar="SPEC",
+        help="file.py:function of (operator, k, tol) that returns values (k,) and vectors (k, n);"
+        " may be given again",
+    )
+    parser.add_argument(
+        "--rounds", type=whole(1), default=3, help="samples of each; from 2 on at least (3)"
+    )
+    parser.add_argument("--only", nargs="+", default=[], help="beginnings of solvers' names")
+    parser.add_argument(
+        "--all", action="store_true", help="also solvers that take hundreds of products"
+    )
+    parser.add_argument(
+        "--threads",
+        nargs="+",
+        type=threads,
+        default=[],
+        metavar="TORCH/BLAS",
+        help="what every solver is tried with; its fastest counts (all/1, all/all, 1/1)",
+    )
+    parser.add_argument("--name", help="of the problem, for the table (what --model says)")
+    parser.add_argument(
+        "--out", default="leaderboard.jsonl", help="lines are added to it (leaderboard.jsonl)"
+    )
+    _pictures(parser)
+
+
+def bench_merge(parser: ArgumentParser) -> None:
+    parser.add_argument("files", metavar="FILE", nargs="+", help="written by curvlab bench eig")
+    parser.add_argument("--out", help="write the merged lines to this file")
+    _pictures(parser)
 
 
 def demo(parser: ArgumentParser) -> None:
@@ -232,6 +277,12 @@ def between(low: float, high: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def threads(text: str) -> tuple[int, int]:
+    """Threads of torch and of the BLAS: ``2/1``."""
+    torch_threads, _, blas = text.partition("/")
+    return whole(1)(torch_threads), whole(1)(blas)
 
 
 def size(text: str) -> int:

@@ -20,7 +20,7 @@ def build() -> argparse.ArgumentParser:
     from curvlab import __version__
     from curvlab.cli.verbs import VERBS
 
-    table = "\n".join(f"  {name:<9} {verb.summary}" for name, verb in VERBS.items())
+    table = "\n".join(f"  {name:<11} {verb.summary}" for name, verb in VERBS.items())
     parser = _Parser(
         prog="curvlab",
         usage="curvlab VERB [options]",
@@ -55,12 +55,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     from curvlab.cli.verbs import VERBS
 
     parser = build()
+    given = list(arguments)
+    if " ".join(given[:2]) in VERBS:  # a verb of two words
+        given[:2] = [" ".join(given[:2])]
     first = next((word for word in arguments if not word.startswith("-")), None)
     if first is not None and first not in VERBS and arguments[0] == first:
         near = get_close_matches(first, VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         parser.error(f"there is no verb {first!r}{hint} The verbs are {', '.join(VERBS)}")
-    options = parser.parse_args(list(arguments))
+    options = parser.parse_args(given)
     if options.verb is None:
         parser.print_help()
         parser.exit(2)

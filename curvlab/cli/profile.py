@@ -16,7 +16,7 @@ from torch.optim import AdamW
 
 from curvlab.basis import Basis
 from curvlab.batches import freeze, rows, sample_count
-from curvlab.cli.advice import CHECKOUT, benchmarks_folder
+from curvlab.cli.bench import CHECKOUT, benchmarks_folder
 from curvlab.cli.load import CURVATURES, case
 from curvlab.cli.output import emit, say, table
 from curvlab.layerwise import LayerBases, Side, layer_bases

@@ -97,11 +97,27 @@ VERBS: dict[str, Verb] = {
         add.profile,
         (f"curvlab profile {MODEL} --rows 20",),
     ),
+    "bench eig": Verb(
+        "eigensolvers compared on your model, yours too: table, picture, leaderboard",
+        "curvlab.cli.bench:eig",
+        add.bench_eig,
+        (
+            f"curvlab bench eig {MODEL} --k 5 --picture solvers.png",
+            "curvlab bench eig --model nets.py:make --data nets.py:loader --k 20"
+            " --solver mine.py:solve --out leaderboard.jsonl",
+        ),
+    ),
+    "bench merge": Verb(
+        "leaderboards of curvlab bench eig as one",
+        "curvlab.cli.bench:merge",
+        add.bench_merge,
+        ("curvlab bench merge mine.jsonl yours.jsonl --out both.jsonl --picture both.png",),
+    ),
     "bench": Verb(
-        "the benchmarks (in a checkout of the repository)",
-        "curvlab.cli.advice:bench",
+        "curvlab's own benchmarks, in a checkout of the repository",
+        "curvlab.cli.bench:own",
         add.bench,
-        ("curvlab bench", "curvlab bench -- --size full"),
+        ("curvlab bench", "curvlab bench -- products --size small"),
     ),
     "demo": Verb(
         "learn three tasks with and without the projection: spectrum, table, pictures",

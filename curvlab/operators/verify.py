@@ -123,7 +123,11 @@ def settle_whole(problem: "Problem", failure: Exception) -> None:
     """
     batches = problem.batches.pieces(None)
     problem.use_own_modules()  # whatever the failure left
-    problem.value(batches[0], 0)  # raises the user's own error, if it is not a matter of cutting
+    try:
+        problem.value(batches[0], 0)
+    except Exception:  # the user's own error, not a matter of cutting
+        _refuse_swapped(problem, batches[0])
+        raise
     said = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
     if len(batches) > 1:
         raise Refusal(
@@ -134,6 +138,29 @@ def settle_whole(problem: "Problem", failure: Exception) -> None:
         ) from failure
     log.info("the batch can be computed whole but not in parts (%s): it is never cut", said)
     problem.whole = True
+
+
+def _refuse_swapped(problem: "Problem", batch: Any) -> None:
+    """Say so if a batch that fails can be computed as ``(targets, inputs)``."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        return
+    problem.use_own_modules()
+    try:
+        problem.value((batch[1], batch[0]), 0)
+    except Exception:  # then the batch is wrong in another way, and its own error says how
+        return
+    first, second = (_described(one) for one in batch)
+    raise Refusal(
+        f"the data seem to be (targets, inputs): the model fails on the first of a batch ({first}) "
+        f"and can be computed on the second ({second}). Give (inputs, targets)",
+        Trap.UNUSABLE_DATA,
+    )
+
+
+def _described(thing: Any) -> str:
+    if not isinstance(thing, Tensor):
+        return type(thing).__name__
+    return f"{tuple(thing.shape)} of {str(thing.dtype).removeprefix('torch.')}"
 
 
 def _parts(problem: "Problem", batch: Any) -> list[tuple[float, float]]:

@@ -5,31 +5,30 @@ from collections.abc import Callable
 from curvlinops import GGNLinearOperator, HessianLinearOperator
 from torch import Tensor, nn
 
-DISTRIBUTION = "curvlinops-for-pytorch"
+from curvlab.bench.problem import Data
+
+NAME = DISTRIBUTION = "curvlinops-for-pytorch"
 BLOCKS = True  # several vectors share work
-NETWORKS = None  # any
 
 Product = Callable[[Tensor], Tensor]
 
 
-def hessian(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> Product:
-    return _rows(HessianLinearOperator, model, loss, inputs, targets)
+def hessian(model: nn.Module, loss: nn.Module, batches: Data) -> Product:
+    return _rows(HessianLinearOperator, model, loss, batches)
 
 
-def gauss_newton(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> Product:
-    return _rows(GGNLinearOperator, model, loss, inputs, targets)
+def gauss_newton(model: nn.Module, loss: nn.Module, batches: Data) -> Product:
+    return _rows(GGNLinearOperator, model, loss, batches)
 
 
-def _rows(
-    kind: Callable[..., object], model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor
-) -> Product:
+def _rows(kind: Callable[..., object], model: nn.Module, loss: nn.Module, batches: Data) -> Product:
     operator = kind(
         model,
         loss,
         list(model.parameters()),
-        [(inputs, targets)],
+        batches,
         check_deterministic=False,
-        num_data=len(inputs),
+        num_data=sum(len(inputs) for inputs, _ in batches),
     )
 
     def product(block: Tensor) -> Tensor:

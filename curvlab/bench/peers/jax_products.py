@@ -10,25 +10,36 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+from curvlab.bench.problem import Data
+from curvlab.operators.products.mlp_plan import recognise
 
 jax: Any = importlib.import_module("jax")  # untyped here, whether or not it brings types
 jnp: Any = importlib.import_module("jax.numpy")
 
-DISTRIBUTION = "jax"
+NAME = DISTRIBUTION = "jax"
 BLOCKS = True
-NETWORKS = ("mlp",)
 
 Product = Callable[[Tensor], Tensor]
 
 
-def hessian(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> Product:
+def fits(model: nn.Module) -> bool:
+    """ReLU MLPs only: weights and biases of the layers in turn."""
+    plan = recognise(model, functional.cross_entropy, dict(model.named_parameters()))
+    if plan is None or any(layer.bias is None for layer in plan.layers):
+        return False
+    *hidden, last = (type(layer.activation) for layer in plan.layers)
+    return last is nn.Identity and set(hidden) <= {nn.ReLU}
+
+
+def hessian(model: nn.Module, loss: nn.Module, batches: Data) -> Product:
+    inputs, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
     if not isinstance(loss, nn.CrossEntropyLoss):
         raise ValueError(f"the JAX row is for nn.CrossEntropyLoss; got {type(loss).__name__}")
     jax.config.update("jax_enable_x64", True)  # so that float64 data stay float64
     tensors = [parameter.detach().numpy() for parameter in model.parameters()]
-    if any(a.ndim != 2 or b.ndim != 1 for a, b in zip(tensors[::2], tensors[1::2], strict=True)):
-        raise ValueError("the JAX row is for MLPs: weight and bias of each layer in turn")
-    given, labels = jnp.asarray(inputs.numpy()), jnp.asarray(targets.numpy())
+    given, labels = jnp.asarray(inputs.flatten(1).numpy()), jnp.asarray(targets.numpy())
     shapes = [tensor.shape for tensor in tensors]
     cuts = np.cumsum([tensor.size for tensor in tensors])[:-1]
     point = jnp.concatenate([jnp.asarray(tensor).reshape(-1) for tensor in tensors])

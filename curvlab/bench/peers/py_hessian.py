@@ -10,16 +10,17 @@ import torch
 from pyhessian import hessian as PyHessian
 from torch import Tensor, nn
 
-DISTRIBUTION = "PyHessian"
+from curvlab.bench.problem import Data
+
+NAME = DISTRIBUTION = "PyHessian"
 BLOCKS = False  # one vector at a time
-NETWORKS = None  # any
 
 Product = Callable[[Tensor], Tensor]
 Answer = tuple[Tensor, Tensor, int]
 
 
-def hessian(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> Product:
-    computer = _computer(model, loss, inputs, targets)
+def hessian(model: nn.Module, loss: nn.Module, batches: Data) -> Product:
+    computer = _computer(model, loss, batches)
     multiply = importlib.import_module("pyhessian.hessian").hessian_vector_product
     shapes = [parameter.shape for parameter in computer.params]
     sizes = [shape.numel() for shape in shapes]
@@ -29,17 +30,26 @@ def hessian(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) 
         for vector in block:
             pieces = torch.split(vector, sizes)
             along = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-            rows.append(_flat(multiply(computer.gradsH, computer.params, along)))
+            if len(batches) == 1:  # whose graph it keeps
+                rows.append(_flat(multiply(computer.gradsH, computer.params, along)))
+            else:
+                rows.append(_flat(computer.dataloader_hv_product(along)[1]))
         return torch.stack(rows)
 
     return product
 
 
+def efforts(k: int) -> list[float]:
+    """Iterations for each of the k values: its default."""
+    del k
+    return [100]
+
+
 def eigenpairs(
-    model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor, k: int
-) -> tuple[Callable[[float], Answer], list[float]]:
-    """Its ``eigenvalues`` at the default 100 iterations and tolerance 1e-3, and what it counted."""
-    computer = _computer(model, loss, inputs, targets)
+    model: nn.Module, loss: nn.Module, batches: Data, k: int
+) -> Callable[[float], Answer]:
+    """Its ``eigenvalues`` at its tolerance of 1e-3; products are counted from outside."""
+    computer = _computer(model, loss, batches)
     module: Any = importlib.import_module("pyhessian.hessian")
 
     def solve(iterations: float) -> Answer:
@@ -59,14 +69,15 @@ def eigenpairs(
         rows = torch.stack([_flat(vector) for vector in vectors])
         return torch.tensor(values, dtype=torch.float64), rows, count
 
-    return solve, [100]
+    return solve
 
 
-def _computer(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
+def _computer(model: nn.Module, loss: nn.Module, batches: Data) -> Any:
     # it leaves gradients with a graph in the model, of which torch warns: give it one of its own
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return PyHessian(copy.deepcopy(model), loss, data=(inputs, targets), cuda=False)
+        given = {"data": batches[0]} if len(batches) == 1 else {"dataloader": batches}
+        return PyHessian(copy.deepcopy(model), loss, cuda=False, **given)
 
 
 def _flat(pieces: Any) -> Tensor:

@@ -9,15 +9,17 @@ import importlib
 from importlib import util
 from types import ModuleType
 
-from benchmarks.measure import version_of
+from torch import nn
+
+from curvlab.bench.timing import version_of
 
 NAMES = {  # adapter -> what has to be importable
     "curvlinops": "curvlinops",
     "hessian_eigenthings": "hessian_eigenthings",
     "py_hessian": "pyhessian",
     "jax_products": "jax",
+    "kept_graph": "torch",
 }
-
 
 DISTRIBUTIONS = (
     "curvlinops-for-pytorch",
@@ -38,20 +40,25 @@ def summary() -> str:
     return f"{words}; not installed: {', '.join(absent)}" if absent else words
 
 
-def installed(network: str | None = None, kind: str = "hessian") -> list[ModuleType]:
-    """The adapters whose tool can be imported here, for a network's name and a kind of product.
+def absent() -> list[str]:
+    """Tools with an adapter that are not installed."""
+    return [name for name, module in NAMES.items() if not util.find_spec(module)]
 
-    Each has ``DISTRIBUTION`` (its name for pip), ``BLOCKS`` (whether vectors in a block share
-    work), ``NETWORKS`` (those it can do, or None for any) and builders ``hessian(model, loss,
-    inputs, targets)`` and, if it has one, ``gauss_newton(...)`` that return a product
-    ``(b, n) -> (b, n)``. One with an eigensolver of its own has ``eigenpairs(model, loss, inputs,
-    targets, k)``: a solver, and the efforts it may be run with, the first its default.
+
+def installed(model: nn.Module, kind: str = "hessian") -> list[ModuleType]:
+    """The adapters whose tool can be imported here, for a model and a kind of product.
+
+    Each has ``NAME`` and ``DISTRIBUTION`` (for tables and for pip), ``BLOCKS`` (whether vectors in
+    a block share work), if it cannot do every model ``fits(model)``, and builders ``hessian(model,
+    loss, batches)`` and, if it has one, ``gauss_newton(...)`` that return a product ``(b, n) ->
+    (b, n)``. One with an eigensolver of its own has ``eigenpairs(model, loss, batches, k)``, a
+    function of the effort, and ``efforts(k)``, the first its default.
     """
     found = []
     for name, module in NAMES.items():
         if util.find_spec(module):
             adapter = importlib.import_module(f"{__name__}.{name}")
-            fits = network is None or adapter.NETWORKS is None or network in adapter.NETWORKS
+            fits = not hasattr(adapter, "fits") or adapter.fits(model)
             if fits and hasattr(adapter, kind):
                 found.append(adapter)
     return found

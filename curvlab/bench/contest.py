@@ -1,0 +1,230 @@
+"""Who is fast: solvers that passed the gate, timed in rounds, each with its best threads.
+
+A sample makes the operator anew and solves, between two gradients on the same data: the whole is
+what a user pays the first time, the solve alone what the next one costs. The first run, which may
+compile and load, only passes the gate. A solver that passed is run once with every number of
+threads; those runs choose, and the rounds that follow are what is reported. Ratios are taken
+inside a round.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from curvlab.bench.gate import judged, wanted
+from curvlab.bench.problem import Problem
+from curvlab.bench.solvers import Answer, Contender, Solve, contenders
+from curvlab.bench.timing import (
+    Threads,
+    per_round_ratio,
+    pinned_threads,
+    seconds_of,
+    synchronise,
+    usual_threads,
+)
+
+SEEN = 0.02  # seconds from which on a clock sees a call
+SHORT = 3.0  # seconds of samples that a fast solver gets at least, whatever the rounds
+MOST_ROUNDS = 9
+LONG = 20.0  # seconds from which on a first run counts as a sample: what it loads is small beside
+REFERENCE = "lanczos"  # whose time the others are compared with
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How time is taken: elapsed, or CPU time on one thread where other work runs."""
+
+    threads: int
+    clock: Callable[[], float] = time.perf_counter
+
+    def gradient(self, found: Problem) -> float:
+        """Seconds of one gradient; 1 where there is none, so that the unit stays seconds.
+
+        The least of two, each repeated until the clock can see it: it is called around every solve
+        and must cost less than one.
+        """
+        if found.gradient is None:
+            return 1.0
+        with pinned_threads(self.threads):
+            once = seconds_of(found.gradient, 1)
+            repeats = max(1, round(SEEN / max(once, 1e-9)))
+            return min(seconds_of(found.gradient, repeats, self.clock) for _ in range(2))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Time of one run, in gradients (or in seconds where there are none)."""
+
+    set_up: float
+    solve: float
+    seconds: float
+
+    @property
+    def whole(self) -> float:
+        return self.set_up + self.solve
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the gate found, the best threads, and the samples taken with them.
+
+    Attributes:
+        first_residual: At the solver's own defaults.
+        failure: The error that ended it, if one did.
+    """
+
+    contender: Contender
+    answer: Answer
+    effort: float
+    residual: float
+    missing: int
+    first_residual: float
+    threads: Threads
+    failure: str = ""
+    samples: list[Sample] = field(default_factory=list)
+
+    def passes(self, tol: float) -> bool:
+        return self.residual <= tol and self.missing == 0
+
+    def against(self, reference: "Outcome", reused: bool = False) -> list[float]:
+        """The reference's time over this one's, round by round."""
+        rounds = min(len(self.samples), len(reference.samples))
+        times = [
+            [one.solve if reused else one.whole for one in of.samples[:rounds]]
+            for of in (reference, self)
+        ]
+        return per_round_ratio(*times)
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """All outcomes of one problem, by name; who took no part, and why.
+
+    Attributes:
+        way: Where the wanted values come from.
+    """
+
+    found: Problem
+    k: int
+    tol: float
+    way: str
+    outcomes: dict[str, Outcome]
+    absent: dict[str, str]
+
+
+def sample(
+    found: Problem, contender: Contender, effort: float, timing: Timing, threads: Threads
+) -> tuple[Answer, Sample]:
+    """One run, and its time in gradients measured right before and after it (or in seconds)."""
+    before = timing.gradient(found)
+    with threads.pinned():
+        began = _now(timing)
+        solve = contender.prepare()
+        prepared = _now(timing)
+        answer = solve(effort)
+        done = _now(timing)
+    unit = 0.5 * (before + timing.gradient(found))
+    return answer, Sample((prepared - began) / unit, (done - prepared) / unit, done - began)
+
+
+def _now(timing: Timing) -> float:
+    synchronise()
+    return timing.clock()
+
+
+def enter(
+    found: Problem,
+    contender: Contender,
+    truth: Tensor,
+    tol: float,
+    timing: Timing,
+    settings: Sequence[Threads],
+) -> Outcome:
+    """Run at the contender's default, then with more effort until the gate lets it pass.
+
+    One that passed tries the ``settings`` of threads and keeps to the fastest.
+    """
+    first = None
+    for effort in contender.efforts:
+        failure = ""
+        try:
+            answer, taken = sample(found, contender, effort, timing, settings[0])
+            worst, missing = judged(found.operator, answer, truth, tol)
+        except Exception as reason:  # a library may fail in any way of its own: say how
+            failure = f"{type(reason).__name__}: {str(reason)[:200]}"
+            answer, taken = (truth, torch.zeros(0), 0), Sample(0.0, 0.0, 0.0)
+            worst, missing = float("inf"), len(truth)
+        first = worst if first is None else first
+        outcome = Outcome(contender, answer, effort, worst, missing, first, settings[0], failure)
+        if outcome.passes(tol):
+            if len(settings) > 1:
+                outcome.threads = _fastest(found, outcome, timing, settings)
+            elif taken.seconds >= LONG:
+                outcome.samples.append(taken)
+            break
+    return outcome
+
+
+def _fastest(
+    found: Problem, outcome: Outcome, timing: Timing, settings: Sequence[Threads]
+) -> Threads:
+    times = {
+        threads: sample(found, outcome.contender, outcome.effort, timing, threads)[1].whole
+        for threads in settings
+    }
+    return min(times, key=times.__getitem__)
+
+
+def contest(
+    found: Problem,
+    k: int,
+    tol: float,
+    rounds: int,
+    *,
+    whole: bool = True,
+    only: Sequence[str] = (),
+    own: Mapping[str, Solve] | None = None,
+    timing: Timing | None = None,
+    settings: Sequence[Threads] = (),
+    say: Callable[[str], object] = print,
+) -> Contest:
+    """Gate and time all solvers on one problem.
+
+    Args:
+        rounds: Samples of every solver. From two on it is the least: short solves get more.
+        whole: Also solvers that need hundreds or thousands of products.
+        only: Beginnings of names; the others are not run.
+        own: A user's solvers by name.
+        timing: The clock; elapsed time with torch's present threads by default.
+        settings: Numbers of threads that everybody is tried with.
+        say: What is told meanwhile.
+    """
+    timing = timing or Timing(torch.get_num_threads())
+    settings = settings or usual_threads()
+    truth, way = wanted(found, k, tol)
+    say(f"{found.name}: the wanted values are from {way}")
+    table, absent = contenders(found, k, tol, truth, whole=whole, own=own)
+    outcomes = {}
+    for name, contender in table.items():
+        if only and not name.startswith(tuple(only)):
+            continue
+        outcomes[name] = one = enter(found, contender, truth, tol, timing, settings)
+        say(f"{name}: {'right' if one.passes(tol) else one.failure or 'wrong'}")
+    passed = {name: one for name, one in outcomes.items() if one.passes(tol)}
+    names = list(passed)
+    turns = dict.fromkeys(names, rounds)
+    turn = 0
+    while turn < max(turns.values(), default=0):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            one = passed[name]
+            if len(one.samples) <= turn < turns[name]:
+                taken = sample(found, one.contender, one.effort, timing, one.threads)[1]
+                one.samples.append(taken)
+                enough = int(SHORT / max(taken.seconds, 1e-3)) if rounds > 1 else 1
+                turns[name] = max(turns[name], min(MOST_ROUNDS, enough))
+        turn += 1
+    return Contest(found, k, tol, way, outcomes, absent)
