@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Row
+from curvlab.plots import readable
 from curvlab.storage import write_atomically
 
 # Okabe and Ito's colours: they can be told apart with any colour vision
@@ -67,15 +68,6 @@ def eigensolvers(rows: Sequence[Row]) -> Any:
     return _panels(shown, names, "gradients per solve", log=True) if names else None
 
 
-def _few_ticks(axis: Any) -> None:
-    """1, 2 and 5 of every decade, in plain figures: the usual labels overlap on short axes."""
-    from matplotlib import ticker
-
-    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axis.set_minor_formatter(ticker.NullFormatter())
-
-
 def _panels(shown: Sequence[Row], names: Sequence[str], label: str, log: bool = False) -> Any:
     """Horizontal bars with quantiles, curvlab's in one colour, the others in another."""
     plt = _plots()
@@ -103,7 +95,7 @@ def _panels(shown: Sequence[Row], names: Sequence[str], label: str, log: bool = 
         axis.grid(alpha=0.3)
         if log:
             axis.set_xscale("log")
-            _few_ticks(axis.xaxis)
+            readable(axis.xaxis)
     return figure
 
 
@@ -203,6 +195,7 @@ def learners(rows: Sequence[Row]) -> Any:
             axis.legend(fontsize=8)
         axis.set_title(f"{count:.0f} seed{'s' if count > 1 else ''}", fontsize=10)
         axis.set(xlabel="step, in plain SGD's", xscale="log")
+        readable(axis.xaxis)
         axis.tick_params(labelsize=8)
         axis.grid(axis="x", alpha=0.3, which="both")
     return figure

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from curvlab.batches import Batches, map_tensors, rows, sample_count, tensors
-from curvlab.eigen import lanczos
+from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.room import Room
 from curvlab.operators import Curvature, FromFunction
 from curvlab.operators.objective import terms

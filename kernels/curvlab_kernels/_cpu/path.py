@@ -89,7 +89,7 @@ def _compiled() -> ModuleType | None:
     except ImportError:
         logger.info(
             "numba is not installed: float16, bfloat16 and int8 bases are converted to float32 "
-            "chunk by chunk, to the same accuracy but slower; pip install 'curvlab[fast]'"
+            "chunk by chunk, to the same accuracy but slower; pip install numba"
         )
         return None
     return importlib.import_module("curvlab_kernels._cpu.compiled")
