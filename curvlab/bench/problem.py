@@ -15,6 +15,7 @@ from curvlab.probe import LinearOperator
 
 Data = list[tuple[Tensor, Tensor]]  # batches of inputs and targets, the one thing all tools take
 KINDS = {"Hessian": "hessian", "GaussNewton": "gauss_newton"}  # what other tools call theirs
+MACHINES_OWN = ("loss", "engine")  # may differ between machines for one and the same problem
 MODULES = {  # some tools take modules only
     functional.cross_entropy: nn.CrossEntropyLoss,
     functional.mse_loss: nn.MSELoss,
@@ -71,8 +72,9 @@ def of_model(name: str, make: Callable[[], Curvature], loss: Any) -> Problem:
         loss: As the operator takes it.
     """
     operator = make()
-    plain = _plain(operator, loss)
-    return Problem(name, make, operator, operator.gradient, plain, about=operator.about())
+    told = {n: fact for n, fact in operator.about().items() if n not in MACHINES_OWN}
+    about = {"n": operator.n, **told}
+    return Problem(name, make, operator, operator.gradient, _plain(operator, loss), about=about)
 
 
 def _plain(operator: Curvature, loss: Any) -> Plain | None:

@@ -42,7 +42,7 @@ def summary() -> str:
 
 def absent() -> list[str]:
     """Tools with an adapter that are not installed."""
-    return [name for name, module in NAMES.items() if not util.find_spec(module)]
+    return [module for module in NAMES.values() if not util.find_spec(module)]
 
 
 def installed(model: nn.Module, kind: str = "hessian") -> list[ModuleType]:
