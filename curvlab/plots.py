@@ -289,7 +289,7 @@ def contest(
     if max(everything) > 10 * min(everything):
         axes.set_xscale("log")
         readable(axes.xaxis)
-    missed = f"\nnot accurate enough: {', '.join(wrong)}" if wrong else ""
+    missed = f"\nnot accurate enough: {'; '.join(wrong)}" if wrong else ""
     axes.set_xlabel(f"{unit} (products in brackets){missed}", fontsize=8)
     axes.set_title(title, fontsize=10)
     _legend(axes)
