@@ -31,6 +31,7 @@ from curvlab.bench.timing import (
 )
 
 SUBJECT = "append"
+TEXTBOOK = "BCGS2 + CholeskyQR2 in torch"
 WRONG = 1e-5  # orthogonality at which a way to append counts as wrong
 
 
@@ -157,7 +158,7 @@ def cost(size: Size, threads: int) -> list[Row]:
         return new
 
     calls: dict[str, Callable[[], Tensor]] = {
-        "BCGS2 + CholeskyQR2 in torch": textbook,
+        TEXTBOOK: textbook,
         "curvlab, block": ours,
         "curvlab, one by one": one_by_one,
         "one pass of modified Gram-Schmidt": modified,
@@ -179,6 +180,11 @@ def cost(size: Size, threads: int) -> list[Row]:
             SUBJECT, name, "time", "reads of the rows", x, spread, threads=threads, version=version
         )
         found.append(entry)
+    if TEXTBOOK in right and "curvlab, block" in right:
+        ratio = quantiles(per_round_ratio(seconds[TEXTBOOK], seconds["curvlab, block"]))
+        found.append(
+            row(SUBJECT, "curvlab, block", "speed", f"x {TEXTBOOK}", x, ratio, threads=threads)
+        )
     return found
 
 

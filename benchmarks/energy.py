@@ -145,6 +145,7 @@ def main() -> None:
             (name, "time", "CPU seconds", slow_cpu),
             (name, "time", "seconds", slow),
             (name, "k", "vectors", float(exact)),
+            (ours, "speed", f"x {name}", slow / wall),
             (ours, "angle", "radians", angle),
             (ours, "k off by, ties aside", "vectors", float(off)),
         ]

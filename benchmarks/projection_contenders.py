@@ -4,9 +4,11 @@ Every contender is built from the same orthonormal float32 rows and changes one 
 They are built one at a time, because at P = 12.4 million each basis is gigabytes.
 """
 
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -132,6 +134,32 @@ def curvlab_list(given: Problem) -> Contender:
     return _contender("curvlab float32, list of tensors", given, project, torch.float32, ours=True)
 
 
+def torch_products(given: Problem) -> Contender:
+    """The same as matrix products with one column, which may use other threads than ``mv``."""
+    rows = given.rows[:, : given.n]
+
+    def project(vector: Tensor) -> None:
+        column = vector[:, None]
+        torch.addmm(column, rows.T, rows @ column, alpha=-1, out=column)
+
+    return _contender("torch float32, rows, mm", given, project, torch.float32, ours=False)
+
+
+def torch_parts(given: Problem) -> Contender:
+    """The same with every thread on columns of its own: ``mv`` uses one."""
+    count = torch.get_num_threads()
+    cuts = [given.n * i // count for i in range(count + 1)]
+    spans = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+    pool = ThreadPoolExecutor(count)
+
+    def project(vector: Tensor) -> None:
+        parts = [(given.rows[:, span], vector[span]) for span in spans]
+        inside = sum(pool.map(lambda part: torch.mv(*part), parts))
+        list(pool.map(lambda part: part[1].addmv_(part[0].T, inside, alpha=-1), parts))
+
+    return _contender("torch float32, rows, in threads", given, project, torch.float32, ours=False)
+
+
 def torch_columns(given: Problem) -> Contender:
     """The basis as a matrix ``(P, m)``, as most public code has it."""
     columns = given.rows[:, : given.n].T.contiguous()
@@ -187,6 +215,8 @@ def contenders(
     yield lambda: curvlab_list(given)
     for dtype in NARROW:
         yield partial(curvlab, given, dtype)
+    yield lambda: torch_products(given)
+    yield lambda: torch_parts(given)
     if not whole:
         return
     yield lambda: curvlab(given, torch.float32, PinnedHost(), " in host memory, in pieces")

@@ -109,6 +109,7 @@ SECTIONS: dict[str, Section] = {
         (
             _each("Orthogonality", "append", ("orthogonality", "largest |Q Q' - I|")),
             _each("Time, readings of the rows", "append", ("time", "reads of the rows")),
+            _each("Speed", "append", ("speed", "x BCGS2 + CholeskyQR2 in torch")),
             _each("Norm, relative error", "append", ("norm error", "relative")),
         ),
     ),

@@ -119,8 +119,8 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "energy": Subject(
         "choosing k by spectral energy against the whole eigendecomposition",
-        {"small": SMALL, "standard": SMALL, "full": FULL},
-        {"small": 15, "standard": 15, "full": 900},
+        {"small": SMALL, "standard": FULL, "full": (*FULL, "--whole")},
+        {"small": 15, "standard": 55, "full": 900},
     ),
     "learner_networks": Subject(
         "the projection beside a training step of the ResNet and the ViT",
@@ -158,8 +158,8 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "growth": Subject(
         "cost against P, N, m, k and tasks, with fitted exponents",
-        {"small": (*SMALL, "--rounds", "3"), "standard": SMALL, "full": FULL},
-        {"small": 20, "standard": 40, "full": 240},
+        {"small": (*SMALL, "--rounds", "3"), "full": FULL},
+        {"small": 20, "full": 240},
     ),
 }
 

@@ -115,7 +115,7 @@ def measured(
 
 
 def _effort(operator: Curvature, k: int, tol: float, room: Room) -> float:
-    """Products of a certified solve, foretold by a short one, in units of the formula's.
+    """Products of a certified solve, predicted by a short one, in units of the formula's.
 
     The square root, and a quarter more for certification, are fitted to the small networks of
     :mod:`benchmarks.trained` at k = 5 and 20 (.9 to 1.3 of what was taken); on a fresh MLP with
