@@ -131,6 +131,12 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_serves(tmp_path):
     assert same(lanczos(Dying(), 4, checkpoint=every_third(path), **OPTIONS), whole)
 
 
+def test_a_folder_in_place_of_a_checkpoint_is_not_to_be_deleted(tmp_path):
+    with pytest.raises(StorageError, match="is not a file") as refusal:
+        lanczos(Dying(), 4, checkpoint=tmp_path, **OPTIONS)
+    assert "elete" not in str(refusal.value)
+
+
 def test_a_checkpoint_of_another_solve_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
     with pytest.raises(RuntimeError, match="killed"):

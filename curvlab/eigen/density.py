@@ -243,7 +243,7 @@ def spectral_density(
         Interrupted: On Ctrl-C, with the density of the finished vectors, once they are in
             ``checkpoint``.
     """
-    products = Products(as_operator(operator), None)
+    products = Products(as_operator(operator), None, near_one=True)
     check_positive(probes=probes, steps=steps)
     products.probe(seed)
     steps = min(steps, products.n)
@@ -259,10 +259,10 @@ def spectral_density(
     def state() -> State:
         return State({}, {"nodes": finished[0], "weights": finished[1].clone()})
 
-    def partial() -> Density | None:
-        return Density(*finished, products.n, products.count) if len(finished[0]) else None
+    def result() -> Density:
+        return Density(finished[0] * products.unit, finished[1], products.n, products.count)
 
-    with work.interruptible(state, partial):
+    with work.interruptible(state, lambda: result() if len(finished[0]) else None):
         for row in range(probes):
             start = random_signs(products, generator, 1)[0]
             if row >= len(finished[0]):
@@ -272,7 +272,7 @@ def spectral_density(
                     torch.cat([finished[1], weights[None]]),
                 )
                 work.keep(state())
-    return Density(*finished, products.n, products.count)
+    return result()
 
 
 def _quadrature(

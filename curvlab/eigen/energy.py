@@ -88,6 +88,11 @@ def spectral_energy(
         )
     products = Products(as_operator(operator), None)
     certificate = products.probe(seed)
+    if certificate.exponent:
+        raise ValueError(
+            f"products of this operator are near 2**{certificate.exponent}, and energy is a sum "
+            "of squares, which leave float64: scale the operator, the pairs selected are the same"
+        )
     n = products.n
     # the probes and a certified search for the first pairs take more products than this many
     small = n <= 4 * (FIRST + probes) and not products.space.sharded

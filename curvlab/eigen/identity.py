@@ -30,6 +30,7 @@ def identity(products: Products) -> dict[str, Any]:
         "n": products.n,
         "dtype": str(products.operator.dtype),
         **{name: fact for name, fact in said.items() if name not in MEASURED},
+        **({"power of two": products.exponent} if products.exponent else {}),
         PRODUCT: _witness(products),
     }
 

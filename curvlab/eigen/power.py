@@ -71,7 +71,7 @@ def power_iteration(
     """
     by_value = check_choice("stop", stop, Stop) == "value"
     tol = (CHANGE if by_value else 1e-3) if tol is None else tol
-    products = Products(as_operator(operator), deflate)
+    products = Products(as_operator(operator), deflate, near_one=True)
     check_numbers(products, k, which="LM", tol=tol, relative_to="value", seed=seed)
     began = time.perf_counter()
     certificate = products.probe(seed)
@@ -291,17 +291,18 @@ def _result(
         outcome = Outcome.NOT_SETTLED
         reason = "the stopping rule was met before the residuals were"
     device, stored = products.device, vectors.to(products.operator.dtype).contiguous()
+    unit = products.unit
     return Eigenpairs(
         space=space,
-        values=values.to(device),
+        values=values.to(device) * unit,
         vectors=space.canonical_signs_(stored),
-        residuals=residuals.to(device),
+        residuals=residuals.to(device) * unit,
         converged=converged.to(device),
         complete=False,
         doubt=1.0,
         orthogonality=orthogonality(vectors, space),
-        norm=norm,
-        floor=floor,
+        norm=norm * unit,
+        floor=floor * unit,
         asymmetry=0.0,
         matvecs=products.count,
         restarts=0,

@@ -53,14 +53,14 @@ def trace(
         Interrupted: On Ctrl-C, with the estimate so far (none before there are samples of the
             rest), once everything done is in ``checkpoint``.
     """
-    products = Products(as_operator(operator), None)
+    products = Products(as_operator(operator), None, near_one=True)
     check_positive(probes=probes)
     products.probe(seed)
     third = max(1, probes // 3)
     if third >= products.n and not products.space.sharded:
         rows = torch.eye(products.n, dtype=products.dtype, device=products.device)
         images = finite_images(products, rows)
-        return Estimate(float((rows * images).double().sum()), 0.0, products.n)
+        return Estimate(float((rows * images).double().sum()) * products.unit, 0.0, products.n)
     work = Work("trace", products, {"probes": probes, "seed": seed}, checkpoint, progress)
     return _hutch(work, min(third, products.n), max(2, probes - 2 * third), seed)
 
@@ -89,7 +89,8 @@ class _Found:
         square = math.fsum(square for _, square in self.samples) / count
         rounding = max(products.eps, products.error) * math.fsum(map(abs, self.shares))
         error = math.hypot(math.sqrt(2.0 * square / count), rounding)
-        return Estimate(math.fsum(self.shares) + rest, error, count)
+        value = math.fsum(self.shares) + rest
+        return Estimate(value * products.unit, error * products.unit, count)
 
 
 def _hutch(work: Work, first: int, last: int, seed: int) -> Estimate:
@@ -167,7 +168,7 @@ def diagonal(
     Raises:
         Interrupted: As for :func:`trace`.
     """
-    products = Products(as_operator(operator), None)
+    products = Products(as_operator(operator), None, near_one=True)
     check_positive(probes=probes)
     if probes < 2:
         raise ValueError("diagonal needs probes >= 2 for an error bar")
@@ -183,7 +184,11 @@ def diagonal(
     def state() -> State:
         return State({"sums": finished[0]}, {}, {"done": finished[1]})
 
-    with work.interruptible(state, lambda: _mean_and_error(*finished) if finished[1] > 1 else None):
+    def result() -> tuple[Tensor, Tensor]:
+        mean, error = _mean_and_error(*finished)
+        return mean * products.unit, error * products.unit
+
+    with work.interruptible(state, lambda: result() if finished[1] > 1 else None):
         done = 0
         for size in blocks(products, probes):
             signs, done = random_signs(products, generator, size), done + size
@@ -193,7 +198,7 @@ def diagonal(
                 finished = (finished[0] + more, done)
                 work.keep(state())
             work.show(done, probes, "products")
-    return _mean_and_error(*finished)
+    return result()
 
 
 def _mean_and_error(sums: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from curvlab_kernels import ops
 from torch import Tensor
 
 from curvlab.storage import (
+    MissingFileError,
     Pieces,
     StorageError,
     load_tensors,
@@ -217,6 +218,8 @@ class Whole:
     def load(self, path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         try:
             return load_tensors(path, kind)
+        except MissingFileError:
+            raise  # a folder, say: nothing that could be deleted and begun again
         except StorageError as error:
             kept = previous(path)
             if kept.exists():
