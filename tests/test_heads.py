@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from curvlab.learners import EWC, GPM, OGD, SGD, PackNet, Powerpropagation, SGDDagger
+from curvlab.learners import ER, EWC, GPM, OGD, SGD, PackNet, Powerpropagation, SGDDagger
 from curvlab.nets import MultiHead, mlp, powerpropagate, slim_resnet18, vit_cifar
 from curvlab.tasks import ImageData, Samples, Task, split_classes
 from curvlab.training import Schedule, learn
@@ -310,3 +310,65 @@ def test_a_selection_that_matches_nothing_is_refused_before_training(make):
     learner = make(k=3, select="tail.*") if make is SGDDagger else make(select="tail.*")
     with pytest.raises(ValueError, match=r"select='tail\.\*' matches no parameter"):
         run_of(learner)
+
+
+class Indexed(nn.Module):
+    """All heads answer, and one of the answers is taken."""
+
+    def __init__(self, seed, way):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.body = nn.Sequential(nn.Linear(8, 12), nn.Tanh())
+            self.heads = nn.ModuleList([nn.Linear(12, 3) for _ in range(TASKS)])
+            self.scale = nn.Parameter(torch.zeros(12))  # no gradient passes a zero
+            self.inner = nn.Linear(12, 12)
+        self.way = way
+
+    def forward(self, inputs, task):
+        features = self.body(inputs)
+        features = features + self.scale * self.inner(features)
+        answers = torch.stack([head(features) for head in self.heads], 1)
+        if self.way == "index":
+            return answers[:, task]
+        chosen = nn.functional.one_hot(torch.tensor(task), TASKS).bool()
+        if self.way == "product":
+            return (answers * chosen[:, None]).sum(1)
+        return answers.masked_fill(~chosen[:, None], -torch.inf).amax(1)
+
+
+@pytest.mark.parametrize("way", ["index", "product", "-inf"])
+def test_heads_that_are_all_computed_belong_to_the_task_whose_answer_is_taken(way):
+    class Called(Indexed):
+        def forward(self, inputs, task):
+            features = self.body(inputs)
+            return self.heads[task](features + self.scale * self.inner(features))
+
+    for make in (lambda: PackNet(0.5), lambda: GPM(0.9, bias="augmented"), lambda: EWC(1.0)):
+        runs = [
+            run_of(make(), build=lambda seed, kind=kind: kind(seed, way).double(), weight_decay=0.1)
+            for kind in (Indexed, Called)
+        ]
+        torch.testing.assert_close(runs[0].snapshots, runs[1].snapshots, rtol=0, atol=1e-12)
+    moved = runs[0].snapshots[0] != runs[0].initial
+    assert bool(moved[places(Indexed(1, way), "inner.")].any()), "used, behind a zero"
+
+
+def test_a_part_that_only_some_samples_use_is_not_taken_for_another_tasks():
+    class Rare(Indexed):
+        def forward(self, inputs, task):
+            rare = (inputs[:, :1] == 77.0).double()
+            return super().forward(inputs, task) + rare * self.heads[2](self.body(inputs))
+
+    tasks = cloud_tasks(TASKS)
+    tasks[1].train.inputs[20:, 0] = 77.0  # not among the first eight
+    with pytest.raises(RuntimeError, match=r"task 1 moves parameter 'heads\.2\.weight'"):
+        run_of(SGD(), tasks, lambda seed: Rare(seed, "index").double())
+
+
+def test_replay_moves_the_heads_of_earlier_tasks_with_weight_decay_too():
+    tasks, build = cloud_tasks(TASKS), lambda seed: heads(seed)
+    for decay in (0.0, 0.1):
+        run = run_of(ER(30, batch=8), tasks, build, weight_decay=decay)
+        moved = run.snapshots[2] != run.snapshots[1]
+        assert bool(moved[places(heads(1), "heads.0.")].any())

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from curvlab.learners import AGEM, DER, ER, SGD, Learner, LwF, StackedMLP, population_of
 from curvlab.learners.reservoir import Reservoir
 from curvlab.learners.step import Batch, Step
-from curvlab.nets import mlp, slim_resnet18
+from curvlab.nets import MultiHead, mlp, slim_resnet18
 from curvlab.training import CropAndFlip, Schedule, learn
 from curvlab.training.run import MATRICES
 from tests.small_problems import cloud_tasks, resnet
@@ -319,3 +319,58 @@ def test_a_checkpoint_from_before_the_curve_goes_on_with_what_is_known(tmp_path)
     # 8 of 12 steps were made before: two of the second epoch
     assert run.losses[1].isnan().tolist() == [[True] * 2 + [False] * 4]
     assert torch.equal(run.losses[1][0, 2:], whole.losses[1][1, 2:])
+
+
+def normed(seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        body = torch.nn.Sequential(
+            torch.nn.Linear(8, 10), torch.nn.BatchNorm1d(10), torch.nn.Tanh()
+        )
+        return MultiHead(body, 10, 3, tasks=3).double()
+
+
+@pytest.mark.parametrize("policy", ["running", "freeze", "per_task"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ER(20, batch=1), lambda: DER(20, batch=4), lambda: AGEM(20, batch=3)],
+    ids=["ER", "DER", "AGEM"],
+)
+def test_a_single_replayed_sample_has_no_statistics_and_needs_none(make, policy):
+    (run,) = learn(normed, cloud_tasks(3), make(), Schedule(0.05), seeds=1, batchnorm=policy)
+    assert bool(run.snapshots.isfinite().all())
+
+
+@pytest.mark.parametrize("several", [True, False], ids=["heads", "one head"])
+def test_replay_under_statistics_per_task_is_by_those_of_the_samples_task(several):
+    """A step of ER against one written out, from the state before it."""
+    tasks, checked = cloud_tasks(2), []
+
+    def build(seed):
+        whole = normed(seed)
+        return whole if several else torch.nn.Sequential(whole.body, whole.heads[0])
+
+    class Watched(ER):
+        def loss(self, population, s, logits):
+            batch, model = population.batch, population.models[s]
+            expected = cross_entropy(logits, batch.targets[s], reduction="sum")
+            count, after = len(logits), {k: v.clone() for k, v in model.named_buffers()}
+            drawn = self.memory.draw(population, s, self.batch, batch)
+            for task, part in drawn:
+                held = population.statistics.of_task(task, s) or after
+                model.eval()
+                arguments = (part["inputs"], task) if several else (part["inputs"],)
+                again = torch.func.functional_call(model, held, arguments)
+                model.train()
+                expected = expected + cross_entropy(again, part["targets"], reduction="sum")
+                count += len(again)
+            found = super().loss(population, s, logits)
+            torch.testing.assert_close(found, expected / count, rtol=0, atol=1e-12)
+            for name, value in model.named_buffers():
+                assert torch.equal(value, after[name]), "replay moves no statistics"
+            assert model.training
+            checked.append({task for task, _ in drawn})
+            return found
+
+    learn(build, tasks, Watched(30, batch=6), Schedule(0.05), seeds=1, batchnorm="per_task")
+    assert {0, 1} in checked

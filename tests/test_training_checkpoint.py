@@ -161,7 +161,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
         "data was": lambda: learn(
             build, make_tasks(1, train=37), EWC(10.0), SCHEDULE, seeds=SEEDS, checkpoint=file
         ),
-        "schedule was": lambda: learn(
+        "schedule: epochs was 2, is 1": lambda: learn(
             build, make_tasks(1), EWC(10.0), Schedule(0.1), seeds=SEEDS, checkpoint=file
         ),
         "initial was": lambda: learn(
@@ -234,3 +234,65 @@ def test_a_process_stopped_from_outside_leaves_a_checkpoint(number, tmp_path):
         manifest = json.loads(stored.metadata()["curvlab"])
     assert manifest["task"] == 0
     assert 0 < manifest["step"] < 4000
+
+
+class Network(torch.nn.Module):
+    """Parameters of one shape and one start, whatever else it does."""
+
+    def __init__(self, activation=torch.tanh, module=None, dropout=0.0, frozen=1.0, table=1.0):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+        self.activation, self.module, self.dropout = activation, module, dropout
+        self.frozen = torch.nn.Parameter(torch.full((8,), frozen), requires_grad=False)
+        self.register_buffer("table", torch.full((8,), table))
+
+    def forward(self, inputs):
+        hidden = self.activation(self.first(inputs)) * self.frozen * self.table
+        hidden = hidden if self.module is None else self.module(hidden)
+        return self.last(torch.nn.functional.dropout(hidden, self.dropout, self.training))
+
+
+OTHERS = {
+    "an activation": ({}, {"activation": torch.relu}, r"activation='.*tanh'.*activation='.*relu'"),
+    "a function": (
+        {"activation": lambda x: torch.tanh(x)},
+        {"activation": lambda x: torch.tanh(1.5 * x)},
+        "answered otherwise",
+    ),
+    "a module": (
+        {"module": torch.nn.GELU("tanh")},
+        {"module": torch.nn.GELU()},
+        r"model: module was \"GELU\(approximate='tanh'.*, is \"GELU\(approximate='none'",
+    ),
+    "dropout in training": ({}, {"dropout": 0.3}, r"dropout=0\.3"),
+    "a frozen parameter": ({}, {"frozen": 1.1}, "answered otherwise.*frozen parameter"),
+    "a buffer": ({}, {"table": 1.1}, "answered otherwise.*a buffer"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_network_with_the_same_parameters_does_not_go_on(tmp_path, name):
+    first, changed, words = OTHERS[name]
+    path, tasks = tmp_path / "run.safetensors", make_tasks(2, train=20)
+    options = {"schedule": Schedule(0.1), "seeds": 1, "checkpoint": path}
+    learn(Network(**first), tasks, SGD(), **options)
+    learn(Network(**first), tasks, SGD(), **options)  # the same goes on
+    with pytest.raises(StorageError, match=rf"belongs to another run.*{words}"):
+        learn(Network(**changed), tasks, SGD(), **options)
+
+
+def test_a_file_from_before_networks_were_kept_goes_on(tmp_path):
+    from curvlab.storage import load_tensors, save_tensors
+
+    path, tasks = tmp_path / "run.safetensors", make_tasks(2, train=20)
+    options = {"schedule": Schedule(0.1), "seeds": 1, "checkpoint": path}
+    (run,) = learn(Network(), tasks, SGD(), **options)
+    tensors, facts = load_tensors(path, "training")
+    del facts["config"]["model"]
+    older = {name: one for name, one in tensors.items() if not name.startswith("answers/")}
+    assert len(older) == len(tensors) - 2
+    save_tensors(path, "training", older, facts)
+    (again,) = learn(Network(), tasks, SGD(), **options)
+    assert torch.equal(run.snapshots, again.snapshots)

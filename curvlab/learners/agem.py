@@ -72,7 +72,7 @@ class AGEM(Learner):
             ]).to(targets.device)  # fmt: skip
             runs = torch.arange(len(targets), device=targets.device).unsqueeze(1)
             parts.append((task, inputs[runs, chosen], targets[runs, chosen]))
-        if not population.takes_task:
+        if not population.by_task:
             _, inputs_of, targets_of = zip(*parts, strict=True)
             parts = [(batch.step.task, torch.cat(inputs_of, 1), torch.cat(targets_of, 1))]
         total = torch.zeros_like(population.gradients, dtype=torch.float64)

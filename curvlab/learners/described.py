@@ -1,4 +1,4 @@
-"""Functions given to ``learn``, in words that can be kept with a run and compared."""
+"""Functions and networks given to ``learn``, in words that can be kept with a run and compared."""
 
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def described(function: Callable[..., Any]) -> Any:
@@ -32,6 +32,25 @@ def described(function: Callable[..., Any]) -> Any:
     found = {"name": _name(function), "code": (_digest(code), *defaults, _plain(closed))}
     owner = getattr(function, "__self__", None)  # of a method: its settings
     return found if owner is None else {**found, "of": _plain(getattr(owner, "__dict__", {}))}
+
+
+def structure(model: nn.Module) -> dict[str, str]:
+    """For every module its class and its plain settings; what functions do is not looked into."""
+    return {name or "itself": _module(module) for name, module in model.named_modules()}
+
+
+def _module(module: nn.Module) -> str:
+    kept = {}
+    for name, value in vars(module).items():
+        if name == "training" or name.startswith("_"):
+            continue
+        parts = value if isinstance(value, tuple) else (value,)
+        if all(isinstance(one, bool | int | float | str | torch.dtype | None) for one in parts):
+            kept[name] = value
+        elif callable(value):
+            kept[name] = getattr(value, "__qualname__", type(value).__qualname__)
+    given = [f"{name}={kept[name]!r}" for name in sorted(kept)]
+    return f"{type(module).__name__}({', '.join(filter(None, [module.extra_repr(), *given]))})"
 
 
 def _holds(cell: Any, function: Any) -> bool:

@@ -22,7 +22,7 @@ from curvlab.learners.rooms import aligned, rooms
 from curvlab.learners.seeds import derived_seed
 from curvlab.learners.statistics import BatchNormPolicy, RunningStatistics
 from curvlab.learners.step import Batch
-from curvlab.learners.uses import Uses, reached
+from curvlab.learners.uses import Uses, used
 from curvlab.parameters import Layout, Selection, layout_of, select_parameters
 from curvlab.tasks.samples import Task
 
@@ -128,18 +128,25 @@ class Population:
     def dtype(self) -> torch.dtype:
         return self.parameters.dtype
 
+    @property
+    def by_task(self) -> bool:
+        """Whether samples of different tasks pass through the network apart."""
+        return self.takes_task or self.statistics.policy == "per_task"
+
     def meet(self, tasks: Sequence[Task]) -> None:
-        """Find out which parameters each task uses, from one sample of it."""
+        """Find out which parameters each task uses, from a few samples of it."""
         if not self.takes_task:
             self.uses = Uses(self.layout)
             return
         self.train_mode(False)
-        used = []
-        for index, task in enumerate(tasks):
-            with torch.enable_grad():
-                logits = self.call(0, task.train.inputs[:1], index)
-            used.append(reached(logits, self._named[0]))
-        self.uses = Uses(self.layout, tuple(used))
+
+        def of(index: int, inputs: Tensor) -> frozenset[str]:
+            return used(
+                lambda flat: self.logits_of(0, inputs, index, flat), self.layout, self.parameters[0]
+            )
+
+        found = tuple(of(index, task.train.inputs[:8]) for index, task in enumerate(tasks))
+        self.uses = Uses(self.layout, found)
 
     def chosen(self, select: Selection, task: int | None = None) -> list[str]:
         """Names of the parameters that ``select`` takes (``None`` all) and ``task`` uses."""
@@ -173,10 +180,10 @@ class Population:
         """
         self.train_mode(True)
         self.gradients.zero_()
-        values = []
+        values, ask = [], self.answer if self._draws else self._forward
         for s in range(self.size):
             with torch.enable_grad(), self._randomness(s, task, step):
-                logits = self.answer(s, inputs[s].clone(), task)  # aligned like the rows
+                logits = ask(s, inputs[s].clone(), task)  # aligned like the rows
                 value = self.loss(logits, targets[s]) if objective is None else objective(s, logits)
                 torch.autograd.backward(value)
             values.append(value.detach())
@@ -198,7 +205,7 @@ class Population:
         """Gradients ``(S, P)`` of the mean loss on other samples, at the present parameters.
 
         For use inside ``transform_``: ``gradients`` stay as they are, and dropout draws other
-        numbers than for the batch. Running statistics see these samples too.
+        numbers than for the batch. Running statistics see these samples as :meth:`answer` says.
         """
         kept, seen = self.gradients.clone(), self.seen
         self._draws, self.seen = self._draws + 1, None
@@ -246,7 +253,16 @@ class Population:
         return result
 
     def answer(self, s: int, inputs: Tensor, task: int) -> Tensor:
-        """Logits ``(N, C)`` of run ``s`` as training sees them, under :attr:`autocast`."""
+        """Logits ``(N, C)`` of samples beside the batch, as training sees them.
+
+        BatchNorm: with statistics per task by those of ``task``, which do not move, and so a single
+        sample under any policy, for it has none of its own. Else like a batch.
+        """
+        with self.statistics.replayed(s, task, len(inputs)):
+            return self._forward(s, inputs, task)
+
+    def _forward(self, s: int, inputs: Tensor, task: int) -> Tensor:
+        """Logits ``(N, C)`` of run ``s`` under :attr:`autocast`."""
         with torch.autocast(self.device.type, self.autocast, self.autocast is not None):
             logits = self.call(s, inputs, task)
         return logits.to(self.dtype)

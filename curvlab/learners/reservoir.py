@@ -58,14 +58,14 @@ class Reservoir:
     def draw(
         self, population: Population, s: int, count: int, batch: Batch
     ) -> list[tuple[int, dict[str, Tensor]]]:
-        """At most ``count`` samples of run ``s``, by task where the network is told it."""
+        """At most ``count`` samples of run ``s``, by task if tasks pass the network apart."""
         step = batch.step
         if not len(self):
             return []
         generator = derived_generator(population.seeds[s], "replay", step.task, step.step)
         chosen = torch.randperm(len(self), generator=generator)[:count]
         parts = {step.task: chosen}
-        if population.takes_task:
+        if population.by_task:
             tasks = self.kept["tasks"][s][chosen]
             parts = {task: chosen[tasks == task] for task in sorted(set(tasks.tolist()))}
         return [

@@ -7,7 +7,8 @@ No projection of gradients reaches them, so what happens to them is a choice tha
 - ``"per_task"``: restarted with every task; task ``o`` is predicted with those of its own end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from torch import Tensor, nn
@@ -75,6 +76,28 @@ class RunningStatistics:
         if self._fixed:
             for layer in self._layers[s].values():
                 layer.eval()
+
+    @contextmanager
+    def replayed(self, s: int, task: int, count: int) -> Iterator[None]:
+        """Within it model ``s`` answers ``count`` samples of ``task`` that are not the batch.
+
+        See :meth:`Population.answer`.
+        """
+        moves = self.policy in ("running", "freeze") and count > 1
+        layers = {} if moves or self.policy in ("none", "untracked") else self._layers[s]
+        before = [(layer, layer.training, dict(layer._buffers)) for layer in layers.values()]
+        kept = self.of_task(task, s)
+        try:
+            for name, layer in layers.items():
+                layer.eval()
+                for buffer, value in layer.named_buffers(recurse=False):
+                    # a copy: the batches to come change the present ones in place
+                    layer._buffers[buffer] = kept.get(f"{name}.{buffer}", value.clone())
+            yield
+        finally:
+            for layer, training, buffers in before:
+                layer.train(training)
+                layer._buffers.update(buffers)
 
     def of_task(self, task: int, s: int) -> dict[str, Tensor]:
         """Buffers of model ``s`` to predict ``task`` with; empty if the present ones are right."""

@@ -1,10 +1,11 @@
-"""Which parameters each task uses: those that autograd reaches from the task's logits.
+"""Which parameters each task uses: those whose gradient is not all zero.
 
-With several heads a task leaves the other tasks' heads alone. What it does not use has no gradient,
-no weight decay, no owner and no rows in a memory until a task comes that uses it.
+With several heads a task leaves the other tasks' heads alone, whether they are not called or called
+and then left out of the answer. What it does not use has no gradient, no weight decay, no owner and
+no rows in a memory until a task comes that uses it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +39,12 @@ class Uses:
             return list(self.layout.names)
         return [name for name in self.layout.names if name in self.by_task[task]]
 
-    def unused(self, task: int) -> list[slice]:
+    def unused(self, task: int) -> dict[str, slice]:
         """Where the parameters lie that ``task`` does not use."""
         if self.all_alike:
-            return []
-        slices, used = self.layout.slices(), set(self.of(task))
-        return [where for name, where in slices.items() if name not in used]
+            return {}
+        names = self.by_task[task]
+        return {name: where for name, where in self.layout.slices().items() if name not in names}
 
     def alone(self, name: str) -> bool:
         """Whether one task of several is the only one that uses parameter ``name``: a head."""
@@ -52,7 +53,7 @@ class Uses:
     def mask(self, task: int, device: torch.device) -> Tensor:
         """Shape ``(P,)``: whether ``task`` uses the parameter."""
         found = torch.ones(self.layout.n, dtype=torch.bool, device=device)
-        for where in self.unused(task):
+        for where in self.unused(task).values():
             found[where] = False
         return found
 
@@ -66,9 +67,33 @@ def told_apart(select: Selection) -> dict[str, Any]:
     return {"select": [select] if isinstance(select, str) else list(select)}
 
 
-def reached(logits: Tensor, named: dict[str, torch.nn.Parameter]) -> frozenset[str]:
-    """Names of the parameters that ``logits`` depend on."""
-    found: Sequence[Tensor | None] = torch.autograd.grad(
-        logits.sum(), list(named.values()), allow_unused=True
-    )
-    return frozenset(name for name, one in zip(named, found, strict=True) if one is not None)
+def used(
+    logits_of: Callable[[Tensor], Tensor], layout: Layout, parameters: Tensor
+) -> frozenset[str]:
+    """Names of the parameters that the answers depend on.
+
+    Asked by the gradient at ``parameters`` and at random ones: a layer may start with zeros,
+    through which no gradient passes.
+
+    Args:
+        logits_of: From parameters ``(P,)`` to logits ``(N, C)``.
+        layout: Of the parameters.
+        parameters: Shape ``(P,)``.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+
+    moved = parameters + random(parameters) * parameters.square().mean().sqrt().clamp(min=0.01)
+    found: set[str] = set()
+    for values in (parameters, moved):
+        flat = values.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            logits = logits_of(flat)
+            # classes left out by -inf, or another large negative number, have no part in a softmax
+            taken = logits > logits.amax(-1, keepdim=True) - 700.0
+            (gradient,) = torch.autograd.grad((logits * random(logits))[taken].sum(), flat)
+        pieces = layout.slices().items()
+        found |= {name for name, where in pieces if bool((gradient[where] != 0.0).any())}
+    return frozenset(found)

@@ -91,7 +91,7 @@ def _answers(
     population: Population, seen: Sequence[tuple[int, Tensor]], inputs: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
     """What each task that was learned predicts, ``(S, N, C)``; once if they predict alike."""
-    alike = not population.takes_task and population.statistics.policy != "per_task"
+    alike = not population.by_task
     logits, last = torch.empty(0), None
     for o, parameters in seen:
         if last is None or not alike or parameters is not last:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from curvlab.learners import Learner, Population
-from curvlab.learners.described import described
+from curvlab.learners.described import described, structure
 from curvlab.learners.population import Loss
 from curvlab.learners.rooms import one_at_a_time, rooms
 from curvlab.learners.stacked import population_of
@@ -23,7 +23,7 @@ from curvlab.training.checks import advice_on_memory, check
 from curvlab.training.evaluate import Evaluation
 from curvlab.training.loop import Loop, summary
 from curvlab.training.progress import Progress
-from curvlab.training.record import Checkpoint, Record, data_digest
+from curvlab.training.record import Checkpoint, Record, answers, data_digest
 from curvlab.training.run import Run
 from curvlab.training.schedule import Schedule
 
@@ -125,8 +125,13 @@ def learn(
     file = None
     if checkpoint is not None:
         initial = hashlib.sha256(tensor_bytes(population.parameters)).hexdigest()[:16]
-        identity = {"seeds": list(population.seeds), "data": data_digest(tasks), "initial": initial}
-        file = Checkpoint(Path(checkpoint), config | identity)
+        identity = {
+            "seeds": list(population.seeds),
+            "data": data_digest(tasks),
+            "initial": initial,
+            "model": structure(population.models[0]),
+        }
+        file = Checkpoint(Path(checkpoint), config | identity, answers(population, tasks))
         file.restore(record, population, learner)
     loop = Loop(
         population, learner, schedule, record, file, batch_size, momentum, weight_decay, augment

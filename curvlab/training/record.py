@@ -83,10 +83,12 @@ class Checkpoint:
     Args:
         path: Of the file.
         config: Settings; a file written with others is refused.
+        answers: Of the networks before training, to know them by what they do.
     """
 
     path: Path
     config: dict[str, Any]
+    answers: dict[str, Tensor]
 
     def save(self, record: Record, population: Population, learner: Learner) -> None:
         """Replace the file by the present state."""
@@ -94,7 +96,7 @@ class Checkpoint:
         tensors |= {f"learner/{k}": v for k, v in learner.state().items()}
         tensors |= {f"matrices/{k}": v for k, v in record.matrices.items()}
         tensors |= {f"curve/{k}": v for k, v in record.curve.state().items()}
-        tensors["initial"] = record.initial
+        tensors |= {"initial": record.initial, **self.answers}
         for t, snapshot in enumerate(record.snapshots):
             tensors[f"snapshots/{t}"] = snapshot
         for t, buffers in enumerate(record.buffers):
@@ -120,10 +122,19 @@ class Checkpoint:
             raise StorageError(f"{self.path} is damaged: its figures contradict each other")
         # the round trip gives both sides JSON's types
         wanted = json.loads(json.dumps(self.config))
-        if manifest["config"] != wanted:
+        config = {**manifest["config"]}
+        config.setdefault("model", wanted["model"])  # a file from before it was kept
+        others = _differences(config, wanted)
+        before = ((tensors.get(name, one), one) for name, one in self.answers.items())
+        if not others and not all(_alike(*both) for both in before):
+            others.append(
+                "networks with these parameters answered otherwise (a forward, an activation, a "
+                "frozen parameter or a buffer is another)"
+            )
+        if others:
             raise StorageError(
-                f"{self.path} belongs to another run: {_difference(manifest['config'], wanted)}. "
-                "Delete it to start again, or use another file"
+                f"{self.path} belongs to another run: {'; '.join(others)}. Delete it to start "
+                "again, or use another file"
             )
         count = sum(name.startswith("snapshots/") for name in tensors)
         kept = [f"snapshots/{t}" for t in range(count)]
@@ -182,6 +193,32 @@ def _of_seed(note: dict[str, Any], s: int, size: int) -> dict[str, Any]:
     }
 
 
-def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    keys = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
-    return "; ".join(f"{key} was {found.get(key)!r}, is {wanted.get(key)!r}" for key in keys)
+def _differences(found: dict[str, Any], wanted: dict[str, Any], within: str = "") -> list[str]:
+    """What differs, setting by setting; of settings in settings only those."""
+    told = []
+    for key in sorted({*found, *wanted}):
+        one, two = found.get(key), wanted.get(key)
+        if one == two:
+            continue
+        if isinstance(one, dict) and isinstance(two, dict):
+            told += _differences(one, two, f"{within}{key}: ")
+        else:
+            told.append(f"{within}{key} was {one!r}, is {two!r}")
+    return told
+
+
+def answers(population: Population, tasks: Sequence[Task]) -> dict[str, Tensor]:
+    """What the networks answer to a few samples of every task, ``(S, N, C)`` each."""
+    return {
+        f"answers/{t}": population.logits(task.train.inputs[:4], t).cpu()
+        for t, task in enumerate(tasks)
+    }
+
+
+def _alike(one: Tensor, two: Tensor) -> bool:
+    """Whether two answers are the same but for rounding, which may be another machine's."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    scale = float(two[two.isfinite()].abs().max()) if bool(two.isfinite().any()) else 1.0
+    share = torch.finfo(two.dtype).eps ** 0.5
+    return torch.allclose(one, two, rtol=share, atol=share * scale, equal_nan=True)

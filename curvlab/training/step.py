@@ -7,6 +7,8 @@ from torch import Tensor
 
 from curvlab.learners import Batch, Learner, Population, Step
 
+CHECKED = 100  # after so many steps, whether a task leaves alone what it does not use
+
 
 def take_step(
     population: Population,
@@ -34,14 +36,26 @@ def take_step(
     own = type(learner).loss is not Learner.loss
     objective = partial(learner.loss, population) if own else None
     population.gradient_(inputs, targets, step.task, step.step, objective)
-    unused = population.uses.unused(step.task) if weight_decay else []
-    if unused:  # as in PyTorch: without a gradient, no decay
-        population.gradients.add_(population.parameters, alpha=weight_decay)
-        for where in unused:
-            population.gradients[:, where] = 0.0
+    unused = population.uses.unused(step.task)
+    if not own and step.step % CHECKED == 0:
+        _require_still(population, unused, step)
+    if weight_decay and unused:  # as in PyTorch: without a gradient, no decay
+        slices = population.layout.slices()
+        for where in (slices[name] for name in population.uses.of(step.task)):
+            population.gradients[:, where].add_(population.parameters[:, where], alpha=weight_decay)
         weight_decay = 0.0
     begun = time.perf_counter()
     learner.step_(population, step.lr, weight_decay, momentum)
     seconds = time.perf_counter() - begun
     learner.after_step(population, step)
     return seconds
+
+
+def _require_still(population: Population, unused: dict[str, slice], step: Step) -> None:
+    for name, where in unused.items():
+        if population.gradients[:, where].any():
+            raise RuntimeError(
+                f"task {step.task} moves parameter {name!r}, though a few of its samples had no "
+                "gradient there, so that learners took it for another task's: let a task use the "
+                "same parts of the network for every sample"
+            )
