@@ -143,7 +143,10 @@ def test_thresholds_may_depend_on_layer_or_task():
         small, tasks, GPM(lambda t: 0.5 + 0.4 * t, bias="augmented"), SCHEDULE, seeds=1
     )
     assert run.notes[0]["ranks"][0] == other.notes[0]["ranks"][0] < run.notes[0]["ranks"][2]
-    assert other.config["threshold_by_task"][:2] == [0.5, 0.9]
+    assert other.config["threshold_by_task"] == [0.5, 0.9]
+    table = [0.5, 0.9]  # as long as the stream, and asked for no more
+    (listed,) = learn(small, tasks, GPM(lambda t: table[t], bias="augmented"), SCHEDULE, seeds=1)
+    assert torch.equal(listed.snapshots, other.snapshots)
     with pytest.raises(ValueError, match="2 entries, but the model has 3 layers"):
         learn(small, tasks, GPM([0.5, 0.9], bias="augmented"), SCHEDULE, seeds=1)
 

@@ -72,6 +72,7 @@ class GPM(Learner):
             raise ValueError(f"samples= must be at least 1; got {samples}")
         self.threshold, self.samples, self.bias = threshold, samples, bias
         self.select = select
+        self._by_task: list[float] = []  # of a threshold that is a function
         self._layers: list[InputLayer] = []
         self._rest: dict[str, slice] = {}  # protected parameters that belong to no such layer
         self._frozen: list[slice] = []  # those of them that a finished task used
@@ -81,8 +82,9 @@ class GPM(Learner):
 
     def expect(self, population: Population, tasks: Sequence[Task]) -> None:
         population.chosen(self.select)  # refuses what matches nothing
-        shares = [self.threshold(t) for t in range(len(tasks))] if callable(self.threshold) else []
-        for task, share in enumerate(shares):
+        if callable(self.threshold):
+            self._by_task = [float(self.threshold(task)) for task in range(len(tasks))]
+        for task, share in enumerate(self._by_task):
             if not 0.0 <= share <= 1.0:
                 raise ValueError(
                     f"threshold= is a share of energy, between 0 and 1; for task {task} of "
@@ -198,14 +200,12 @@ class GPM(Learner):
 
     def config(self) -> dict[str, Any]:
         named = callable(self.threshold)
-        threshold = (
-            [self.threshold(task) for task in range(20)] if callable(self.threshold)
-            else list(self.threshold) if isinstance(self.threshold, Sequence)
-            else self.threshold
-        )  # fmt: skip
+        given: Any = self.threshold
         return {
             "learner": "GPM",
-            "threshold_by_task" if named else "threshold": threshold,
+            "threshold_by_task" if named else "threshold": (
+                self._by_task if named else list(given) if isinstance(given, Sequence) else given
+            ),
             "samples": self.samples,
             "bias": self.bias,
             **told_apart(self.select),
