@@ -283,7 +283,7 @@ def test_what_is_no_batch_of_independent_samples_is_read_whole(name, side):
     for name, inputs in seen.items():
         truth = torch.cat([one.reshape(-1, one.shape[-1]) for one in inputs]).detach()
         truth = torch.cat([truth, truth.new_ones(len(truth), 1)], 1)
-        rows = bases.layers[f"{name}.weight"].into.rows
+        rows = bases.layers[f"{name}.weight"].into.rows()
         assert float((truth - truth @ rows.T @ rows).norm() / truth.norm()) < 1e-12
         assert len(rows) == torch.linalg.matrix_rank(truth)
 
