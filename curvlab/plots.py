@@ -161,7 +161,8 @@ def squared_cosines(first: Any, second: Any) -> Tensor:
     """Squared cosines ``(k1, k2)`` between the vectors of two results, float64.
 
     Args:
-        first: A ``Basis``, ``Eigenpairs`` or rows ``(k, n)``; and so is ``second``.
+        first: A ``Basis``, ``Eigenpairs`` or rows ``(k, n)``.
+        second: The same.
     """
     rows = [_rows(thing) for thing in (first, second)]
     if rows[0].shape[1] != rows[1].shape[1]:

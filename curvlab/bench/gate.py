@@ -52,8 +52,8 @@ def _by_two_solvers(found: Problem, k: int, tol: float) -> tuple[Tensor, str]:
     if not apart <= tol * float(values.abs().max()) / SURER:
         raise RuntimeError(
             f"{found.name}: lanczos and ARPACK differ by {apart:.1e} in the wanted values; "
-            "one of them is wrong, so nothing can be judged here. Another --k may not cut a "
-            "cluster of eigenvalues in two"
+            "one of them is wrong, so nothing can be judged here. Try another --k: this one may "
+            "cut a cluster of eigenvalues in two"
         )
     return values, "lanczos and ARPACK at a 30th of the tolerance, which agree"
 

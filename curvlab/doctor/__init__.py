@@ -43,8 +43,12 @@ def doctor(
         model: Any module.
         loss: As for :class:`curvlab.Hessian`.
         data: As for :class:`curvlab.Hessian`; it is read twice.
-        select: As for an operator, and so are ``mode``, ``reduction``, ``count``, ``chunk`` and
-            ``dtype``: what they settle is reported as handled.
+        select: As for :class:`curvlab.Hessian`.
+        mode: As for :class:`curvlab.Hessian`; what it settles is reported as handled.
+        reduction: As for :class:`curvlab.Hessian`.
+        count: As for :class:`curvlab.Hessian`.
+        chunk: As for :class:`curvlab.Hessian`.
+        dtype: As for :class:`curvlab.Hessian`; what it settles is reported as handled.
     """
     inner = unwrap(model)
     policies = modes(mode)

@@ -46,7 +46,9 @@ class LayerBasis:
     """What is known of one layer.
 
     Attributes:
-        outputs: Of the weight, and so are ``inputs``; ``bias`` says whether rows end in a 1.
+        outputs: Of the weight.
+        inputs: Of the weight.
+        bias: Whether rows end in a 1.
         into: The subspace of its inputs ``(r, inputs + bias)``, if that side is kept.
         back: The subspace of its output gradients ``(s, outputs)``, if that side is kept.
         tokens: For an embedding, which tokens were seen: bool ``(tokens,)``.

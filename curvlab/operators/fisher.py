@@ -62,7 +62,7 @@ class Fisher(GaussNewton):
         """Draw targets if asked to; the rest is as for every curvature.
 
         Args:
-            model: As for :class:`curvlab.Hessian`, and so are all arguments that are not here.
+            model: As for :class:`curvlab.Hessian`; arguments not listed here are the same too.
             loss: Cross-entropy, binary cross-entropy with logits or squared error.
             data: As for :class:`curvlab.Hessian`.
             samples: Default ``None``: the exact expectation over targets. A number draws that many

@@ -144,7 +144,9 @@ def plan(
     """Plan ``lanczos(curvature(model, loss, data), k)`` and a memory of ``tasks * k`` rows.
 
     Args:
-        model: As for the operator, and so are ``loss``, ``data`` and ``options``.
+        model: As for the operator.
+        loss: As for the operator.
+        data: As for the operator.
         k: Pairs per task; 0 for one product alone.
         tol: Relative residual.
         tasks: How many times ``k`` rows go into M.
@@ -153,6 +155,7 @@ def plan(
         ranks: Processes that divide samples and rows among them.
         bandwidth: Bytes per second between ranks.
         room: For the solver's rows, as ``lanczos`` takes it.
+        **options: Of the operator.
     """
     batches = read(data, bare=loss is None or isinstance(loss, Objective))
     device = next(model.parameters()).device

@@ -309,7 +309,8 @@ class Rows(Projector):
 
         Args:
             capacity: Of the new rows; by default that of the saved ones.
-            device: As for new ones, and so is ``tier``.
+            device: Where the rows go.
+            tier: In what memory they are kept, as for new ones.
             space: By default whole vectors in this process. ``Shards.saved(path)`` reads each
                 rank's columns of what any number of ranks saved, one included.
         """
