@@ -372,9 +372,9 @@ def _named(labels: Sequence[str], index: int) -> str | None:
     return labels[index] if index < len(labels) else None
 
 
-def _legend(axes: Any, loc: str = "best") -> None:
+def _legend(axes: Any) -> None:
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=8, frameon=False, loc=loc)
+        axes.legend(fontsize=8, frameon=False)
 
 
 def _require(things: Sequence[Any], message: str, fine: Any) -> None:

@@ -19,25 +19,16 @@ Source = LinearOperator | Tensor | tuple[Callable[[Tensor], Tensor], int] | Any
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def as_operator(
-    source: Source,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> LinearOperator:
+def as_operator(source: Source) -> LinearOperator:
     """``source`` as a :class:`~curvlab.probe.LinearOperator`.
 
     Args:
         source: A curvlab operator, a symmetric tensor, sparse tensor or array ``(n, n)``,
-            ``(matvec, n)`` with
-            ``matvec`` of tensors ``(n,)``, or a SciPy ``LinearOperator`` or sparse matrix.
-        dtype: Of the vectors given to ``matvec``; only for ``(matvec, n)`` (default float32).
-        device: Of those vectors; only for ``(matvec, n)`` (default the CPU).
+            ``(matvec, n)`` with ``matvec`` of float32 tensors ``(n,)`` on the CPU, or a SciPy
+            ``LinearOperator`` or sparse matrix.
     """
     if isinstance(source, tuple):
-        return _from_pair(source, dtype, device)
-    if dtype is not None or device is not None:
-        raise ValueError("dtype= and device= describe a (matvec, n) operator; this one has its own")
+        return _from_pair(source)
     if isinstance(source, np.ndarray):
         source = torch.from_numpy(source)
     if isinstance(source, Tensor):
@@ -59,15 +50,10 @@ def as_operator(
     return source
 
 
-def _from_pair(
-    source: tuple[Any, ...], dtype: torch.dtype | None, device: torch.device | str | None
-) -> FromFunction:
+def _from_pair(source: tuple[Any, ...]) -> FromFunction:
     if len(source) != 2:
         raise ValueError(f"a tuple operator is (matvec, n); got {len(source)} elements")
     matvec, n = source
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"in (matvec, n), n is the length of a vector; got {type(n).__name__}")
-    chosen = torch.float32 if dtype is None else dtype
-    if chosen not in FLOATS:
-        raise TypeError(f"dtype= must be a real floating dtype; got {chosen}")
-    return FromFunction(matvec, n, dtype=chosen, device="cpu" if device is None else device)
+    return FromFunction(matvec, n, dtype=torch.float32)

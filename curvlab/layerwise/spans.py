@@ -11,6 +11,7 @@ from torch import Tensor
 
 from curvlab.basis import Basis
 
+AT_ONCE = 64  # rows added together: the basis sorts out dependent ones with loops over them
 COARSE = 0.9999  # share of energy up to which a Gram matrix tells directions well enough
 
 
@@ -90,7 +91,9 @@ def extend_to_share(
     elif held < share * total:
         missing = min(int((reached < share * total).sum()) + 1, real)
     missing = min(missing, basis.n - basis.size)
-    basis.extend(directions[:missing], task=task, values=values[:missing].square())
+    for start in range(0, missing, AT_ONCE):
+        some = slice(start, min(start + AT_ONCE, missing))
+        basis.extend(directions[some], task=task, values=values[some].square())
 
 
 def _leading(matrix: Tensor, share: float) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from curvlab.operators.operator import Operator, symmetrised_
-from curvlab.parameters import Layout
 
 
 class Dense(Operator):
     """A symmetric matrix ``(n, n)``; it is copied, and asymmetry beyond rounding is refused."""
 
-    def __init__(self, matrix: Tensor, layout: Layout | None = None) -> None:
+    def __init__(self, matrix: Tensor) -> None:
         if not isinstance(matrix, Tensor) or matrix.dim() != 2 or len(set(matrix.shape)) > 1:
             came = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
             raise ValueError(f"Dense needs a square matrix (n, n); got {came}")
@@ -18,9 +17,7 @@ class Dense(Operator):
             raise TypeError(f"Dense needs a float32 or float64 matrix; got {matrix.dtype}")
         if not bool(torch.isfinite(matrix).all()):
             raise ValueError("the matrix holds NaN or infinity")
-        if layout is not None and layout.n != len(matrix):
-            raise ValueError(f"layout= is for {layout.n} elements, the matrix has {len(matrix)}")
-        super().__init__(len(matrix), matrix.dtype, matrix.device, layout)
+        super().__init__(len(matrix), matrix.dtype, matrix.device)
         rounding = 1e4 * float(torch.finfo(matrix.dtype).eps)
         self.matrix = symmetrised_(matrix.detach().clone(), rounding)
 

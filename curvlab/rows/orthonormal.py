@@ -54,19 +54,6 @@ class Rows(Projector):
 
     kind = "rows"  # of a saved file
 
-    def __init__(
-        self,
-        space: Space | int,
-        capacity: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        tier: Tier | None = None,
-    ) -> None:
-        super().__init__(space, capacity, dtype=dtype, device=device, tier=tier)
-        self._gram = torch.zeros(0, 0, dtype=torch.float64, device=self.device)
-        self._lock = threading.RLock()
-
     @classmethod
     def of(
         cls, vectors: Tensor, name: str, space: Space | int, dtype: torch.dtype | None = None

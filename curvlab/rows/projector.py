@@ -5,6 +5,7 @@ A solver that makes its rows orthonormal itself writes them with :meth:`Projecto
 saved is in :mod:`curvlab.rows.orthonormal`.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -46,6 +47,8 @@ class Projector:
         self.factor: Tensor | None = None
         if dtype not in WORKING:
             self.factor = torch.zeros(0, 0, dtype=torch.float64, device=self.device)
+        self._gram = torch.zeros(0, 0, dtype=torch.float64, device=self.device)
+        self._lock = threading.RLock()
         self._local, self._one = not self.space.sharded, torch.Size([self.width])
         # what is called most often goes straight to the kernel, without the checks of ops
         kernels = ops.backend(self.device.type)

@@ -49,7 +49,7 @@ class Schedule:
                 )
 
     @classmethod
-    def parse(cls, rates: str, epochs: str, *, decay: float = 0.1) -> "Schedule":
+    def parse(cls, rates: str, epochs: str) -> "Schedule":
         """From the notation of the paper's table: ``parse("{0.1, 0.001}", "{30/60/70, 10}")``.
 
         One number stands for all tasks; in ``a/b`` the rate decays after epoch ``a`` and the task
@@ -64,7 +64,6 @@ class Schedule:
             epochs_later=lengths[1][-1] if len(lengths) > 1 else None,
             decay_at=tuple(lengths[0][:-1]),
             decay_at_later=tuple(lengths[1][:-1]) if len(lengths) > 1 else None,
-            decay=decay,
         )
 
     def epochs_of(self, task: int) -> int:
