@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from curvlab.learners import AGEM, DER, ER, SGD, Learner, LwF, StackedMLP, population_of
+from curvlab.learners import AGEM, DER, ER, GPM, SGD, Learner, LwF, StackedMLP, population_of
 from curvlab.learners.reservoir import Reservoir
 from curvlab.learners.step import Batch, Step
 from curvlab.nets import MultiHead, mlp, slim_resnet18
@@ -374,3 +374,23 @@ def test_replay_under_statistics_per_task_is_by_those_of_the_samples_task(severa
 
     learn(build, tasks, Watched(30, batch=6), Schedule(0.05), seeds=1, batchnorm="per_task")
     assert {0, 1} in checked
+
+
+def test_batchnorm_that_keeps_no_statistics_trains_and_names_what_it_cannot_do():
+    def build(_seed):
+        norm = torch.nn.BatchNorm1d(10, track_running_stats=False)
+        return torch.nn.Sequential(torch.nn.Linear(8, 10), norm, torch.nn.Linear(10, 3))
+
+    tasks = cloud_tasks(2)
+    learn(build, tasks, ER(20, batch=4), Schedule(0.05), seeds=1)
+    with pytest.raises(ValueError, match=r"a single sample beside the batch.*draw more \(batch=\)"):
+        learn(build, tasks, ER(20, batch=1), Schedule(0.05), seeds=1)
+    with pytest.raises(ValueError, match="BatchNorm without running statistics"):
+        learn(build, tasks, GPM(0.9, bias="augmented"), Schedule(0.05), seeds=1)
+
+
+def test_parameters_tied_through_their_memory_are_refused_not_untied():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    model[2].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match=r"'0\.weight' and '2\.weight' are two with one memory"):
+        learn(model, cloud_tasks(1), SGD(), Schedule(0.05), seeds=1)

@@ -40,7 +40,7 @@ class DER(ER):
 
     def expect(self, population: Population, tasks: Sequence[Task]) -> None:
         if population.takes_task:
-            answers = [population.logits(t.train.inputs[:1], i) for i, t in enumerate(tasks)]
+            answers = [population.logits(t.train.inputs[:2], i) for i, t in enumerate(tasks)]
             self._widest = max(one.shape[2] for one in answers)
 
     def loss(self, population: Population, s: int, logits: Tensor) -> Tensor:

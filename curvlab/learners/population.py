@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.dropout import _DropoutNd
 
+from curvlab.layerwise.layers import refuse_one_memory
 from curvlab.learners.rooms import aligned, rooms
 from curvlab.learners.seeds import derived_seed
 from curvlab.learners.statistics import BatchNormPolicy, RunningStatistics
@@ -77,6 +78,8 @@ class Population:
         if len(set(map(id, models))) < len(models) or len(set(seeds)) < len(seeds):
             raise ValueError("every run needs a seed and a module of its own; one came twice")
         self.models, self.seeds = list(models), tuple(seeds)
+        for model in self.models:
+            refuse_one_memory(model.named_parameters())
         self._named = [select_parameters(model) for model in models]
         self.layout: Layout = layout_of(self._named[0])
         _check_alike(self._named, self.layout)
@@ -258,8 +261,16 @@ class Population:
         BatchNorm: with statistics per task by those of ``task``, which do not move, and so a single
         sample under any policy, for it has none of its own. Else like a batch.
         """
-        with self.statistics.replayed(s, task, len(inputs)):
-            return self._forward(s, inputs, task)
+        try:
+            with self.statistics.replayed(s, task, len(inputs)):
+                return self._forward(s, inputs, task)
+        except ValueError as error:
+            if self.statistics.policy != "untracked" or len(inputs) > 1:
+                raise
+            raise ValueError(
+                "a single sample beside the batch has no statistics for a BatchNorm that keeps "
+                "none: draw more (batch=), or build the model with running statistics"
+            ) from error
 
     def _forward(self, s: int, inputs: Tensor, task: int) -> Tensor:
         """Logits ``(N, C)`` of run ``s`` under :attr:`autocast`."""
