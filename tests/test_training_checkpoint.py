@@ -13,7 +13,7 @@ import torch
 from curvlab.learners import EWC, GPM, OGD, SGD, SGDDagger
 from curvlab.nets import mlp
 from curvlab.signals import noted
-from curvlab.storage import StorageError
+from curvlab.storage import StorageError, load_tensors, save_tensors
 from curvlab.training import Schedule, learn
 from tests.small_problems import make_tasks, resnet
 
@@ -296,3 +296,15 @@ def test_a_file_from_before_networks_were_kept_goes_on(tmp_path):
     save_tensors(path, "training", older, facts)
     (again,) = learn(Network(), tasks, SGD(), **options)
     assert torch.equal(run.snapshots, again.snapshots)
+
+
+@pytest.mark.parametrize("name", ["curve/0", "curve/part"])
+def test_a_checkpoint_with_losses_of_other_runs_is_refused_by_name(name, tmp_path):
+    options = {"seeds": (1,), "checkpoint": tmp_path / "state"}
+    tasks, schedule = make_tasks(1, train=8), Schedule(0.1, epochs=1)
+    learn(build, tasks, SGD(), schedule, **options)
+    tensors, manifest = load_tensors(tmp_path / "state", "training")
+    tensors[name] = tensors[name][:0]
+    save_tensors(tmp_path / "state", "training", tensors, manifest)
+    with pytest.raises(StorageError, match=r"state is damaged.*losses are"):
+        learn(build, tasks, SGD(), schedule, **options)

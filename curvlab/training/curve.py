@@ -64,5 +64,8 @@ class Curve:
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Take back what :meth:`state` gave."""
-        self.tasks = [tensors[str(t)] for t in range(len(tensors) - 1)]
-        self.part = tensors["part"]
+        tasks, part = [tensors[str(t)] for t in range(len(tensors) - 1)], tensors["part"]
+        for one, dims in (*((task, 3) for task in tasks), (part, 2)):
+            if one.dtype != torch.float64 or one.dim() != dims or len(one) != self.runs:
+                raise ValueError(f"losses are {one.dtype} {tuple(one.shape)}")
+        self.tasks, self.part = tasks, part
