@@ -67,8 +67,7 @@ def project_(
 
     A vector that lies almost inside the span leaves a small rest, and rounding of what was removed
     is a large part of that: where less than a tenth of the norm is left
-    (``algebra.mostly_removed``) a second pass follows, and its coefficients are added. Not on a
-    GPU: whether to make it would have to be waited for, in every training step.
+    (``algebra.mostly_removed``) a second pass follows, and its coefficients are added.
     """
     removed, again = _project_once(rows, vectors, factor, scales)
     if again:

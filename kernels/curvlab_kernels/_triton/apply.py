@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvlab_kernels._triton.combination import combination
-from curvlab_kernels._triton.dots import FEW, mostly_left
+from curvlab_kernels._triton.combination import combination, judged
+from curvlab_kernels._triton.dots import FEW, Unless, mostly_left
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.shapes import SHORT, tile
 from curvlab_kernels._triton.sums import sum_chunks
@@ -35,11 +35,11 @@ def subtract_into(
     coefficients: Tensor,
     vector: Tensor,
     target: Tensor,
-    unless: tuple[Tensor, Tensor] | None = None,
+    unless: Unless | None = None,
 ) -> Tensor:
     """``target = g - M' c`` for one vector ``(n,)``; returns the sum of its squares, ``(1,)``.
 
-    ``target`` may be ``vector``. ``m >= 1``. ``unless`` is that of ``partial_coefficients``.
+    ``target`` may be ``vector``. ``m >= 1``.
     """
     work = work_dtype(vector, rows)
     tiles = -(-vector.shape[0] // tile("sum", rows, work).columns)
@@ -54,16 +54,29 @@ def subtract(
     vectors: Tensor,
     scales: Tensor | None,
     sums: Tensor | None = None,
+    unless: Unless | None = None,
+    judge: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """One launch of ``g -= M' c``. ``m >= 1`` and ``b >= 1``.
 
     Args:
-        coefficients: ``(b, m)``; with ``sums`` partial sums ``(chunks, b, m)``, at most ``FEW``
-            of them, which every program adds up for itself in the same order.
+        coefficients: ``(b, m)``; with ``sums`` partial sums ``(chunks, b, m + 1)``, at most
+            ``FEW`` of them, which every program adds up for itself in the same order.
         sums: Receives the coefficients ``(b, m)`` added up from partial sums.
+        judge: ``M g`` and ``||g||^2`` ``(b, m + 1)``, or partial sums of them, and what receives
+            the squares before and after ``(2, b)``.
     """
-    work = work_dtype(vectors, rows)
-    _launch(rows, coefficients, vectors, vectors, work=work, scales=scales, sums=sums)
+    _launch(
+        rows,
+        coefficients,
+        vectors,
+        vectors,
+        work=work_dtype(vectors, rows),
+        scales=scales,
+        sums=sums,
+        unless=unless,
+        judge=judge,
+    )
 
 
 def mix_(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
@@ -121,7 +134,8 @@ def _launch(
     scales: Tensor | None = None,
     sums: Tensor | None = None,
     squares: Tensor | None = None,
-    unless: tuple[Tensor, Tensor] | None = None,
+    unless: Unless | None = None,
+    judge: tuple[Tensor, Tensor] | None = None,
     mix: bool = False,
     start: int = 0,
 ) -> None:
@@ -147,8 +161,11 @@ def _launch(
         target,
         coefficients if sums is None else sums,
         coefficients if squares is None else squares,
-        coefficients if unless is None else unless[0],
-        coefficients if unless is None else unless[1],
+        coefficients if unless is None else unless.before,
+        coefficients if unless is None else unless.after,
+        0.0 if unless is None else unless.share,
+        coefficients if judge is None else judge[0],
+        coefficients if judge is None else judge[1],
         m,
         b,
         start + n,
@@ -168,7 +185,7 @@ def _launch(
         SCALED=scales is not None,
         SPLIT=split,
         SQUARES=squares is not None,
-        UNLESS=unless is not None,
+        JUDGE=judge is not None,
         MIX=mix,
         WORK=work,
     )
@@ -265,6 +282,7 @@ def apply_tile(
 
 @triton.jit(
     do_not_specialize=[
+        "share",
         "m",
         "count",
         "n",
@@ -287,6 +305,9 @@ def apply_kernel(
     squares,
     before,
     after,
+    share: tl.float64,
+    products,
+    left,
     m,
     count,
     n: tl.int64,
@@ -305,19 +326,28 @@ def apply_kernel(
     SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
     SQUARES: tl.constexpr,
-    UNLESS: tl.constexpr,
+    JUDGE: tl.constexpr,
     MIX: tl.constexpr,
     WORK: tl.constexpr,
 ):
-    if UNLESS:
-        if mostly_left(before, after):
-            return
     program = tl.program_id(0)
+    v0 = (program % vector_groups).to(tl.int64) * VECTORS
+    if share > 0:
+        if mostly_left(before, after, share, v0, count, VECTORS):
+            return
     tile_index = (tiles - 1 - program // vector_groups).to(tl.int64)
     if MIX:
         tile_index += first_tile
-    v0 = (program % vector_groups).to(tl.int64) * VECTORS
     vector_ld *= UNIT
+    if JUDGE:
+        if tile_index == 0:
+            for vector in range(v0, tl.minimum(v0 + VECTORS, count)):
+                # fmt: off
+                squares_before, squares_after = judged(products, coefficients, vector, m, count,
+                                                       chunks, ROWS, CHUNKS)
+                # fmt: on
+                tl.store(left + vector, squares_before)
+                tl.store(left + count + vector, squares_after)
     # fmt: off
     if (tile_index + 1) * BLOCK <= n:
         apply_tile(rows, scales, coefficients, vectors, target, sums, squares, v0, m, count, n,

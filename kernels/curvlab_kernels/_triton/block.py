@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlab_kernels._triton.apply import mix
 from curvlab_kernels._triton.dots import partial_coefficients
 from curvlab_kernels._triton.norms import norm, scale
-from curvlab_kernels._triton.project import project_
+from curvlab_kernels._triton.project import project_once_
 from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels.algebra import (
     inverse,
@@ -38,7 +38,7 @@ def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:
     before = require_finite(norm(block))
     work = torch.zeros(b, padded(n), dtype=block.dtype, device=block.device)
     scale(block, before, work[:, :n])
-    project_(rows, work[:, :n])
+    project_once_(rows, work[:, :n])
     remaining = norm(work[:, :n])  # relative to the norm before
     kept = (remaining > tolerance).nonzero().flatten()
     work, remaining = work[kept], remaining[kept]
@@ -49,7 +49,7 @@ def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:
     mixing, independent = ordered_mixing(gram(work, n), lower, remaining, tolerance)
     kept, work = kept[independent], mix(mixing, work, n)
     for _ in range(2):
-        project_(rows, work[:, :n])
+        project_once_(rows, work[:, :n])
         products = gram(work, n)
         work = mix(inverse(torch.linalg.cholesky(products)), work, n)
         if not needs_another_pass(products):

@@ -7,6 +7,17 @@ from curvlab_kernels._triton.tiles import load_codes, load_scales
 
 
 @triton.jit
+def added_up(partials, vector, row, inside, m, count, chunks, CHUNKS: tl.constexpr):
+    """Partial sums ``(chunks, count, m + 1)`` of a vector (int64), over chunks: ``(ROWS,)``."""
+    chunk = tl.arange(0, CHUNKS)
+    # fmt: off
+    at = (chunk.to(tl.int64) * count + vector)[:, None] * (m + 1) + row[None, :]
+    partial = tl.load(partials + at, mask=(chunk < chunks)[:, None] & inside[None, :], other=0.0)
+    # fmt: on
+    return tl.sum(partial, axis=0)
+
+
+@triton.jit
 def load_weights(
     coefficients,
     sums,
@@ -24,18 +35,44 @@ def load_weights(
     With CHUNKS they are added up from partial sums, and the program of the first columns keeps
     them in ``sums``.
     """
-    at = vector * m + row
     if CHUNKS:
-        chunk = tl.arange(0, CHUNKS)
-        # fmt: off
-        partial = tl.load(coefficients + chunk.to(tl.int64)[:, None] * (count * m) + at[None, :],
-                          mask=(chunk < chunks)[:, None] & (row < m)[None, :], other=0.0)
-        # fmt: on
-        total = tl.sum(partial, axis=0)
+        total = added_up(coefficients, vector, row, row < m, m, count, chunks, CHUNKS)
         if start == 0:
-            tl.store(sums + at, total, mask=row < m)
+            tl.store(sums + vector * m + row, total, mask=row < m)
         return total.to(WORK)
-    return tl.load(coefficients + at, mask=row < m, other=0.0).to(WORK)
+    return tl.load(coefficients + vector * m + row, mask=row < m, other=0.0).to(WORK)
+
+
+@triton.jit
+def judged(
+    products,
+    coefficients,
+    vector,
+    m,
+    count,
+    chunks,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Squares of a vector before a projection, and what it leaves of them.
+
+    ``products`` are ``M g`` and ``||g||^2`` ``(count, m + 1)``, or with CHUNKS partial sums of
+    them, and then the rows are orthonormal: ``coefficients``, ``G^-1 M g``, are the same.
+    """
+    inner = tl.zeros([ROWS], tl.float64)
+    before = tl.zeros([ROWS], tl.float64)
+    for first in range(0, m + 1, ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        if CHUNKS:
+            product = added_up(products, vector, row, row <= m, m, count, chunks, CHUNKS)
+            weight = product
+        else:
+            product = tl.load(products + vector * (m + 1) + row, mask=row <= m, other=0.0)
+            weight = tl.load(coefficients + vector * m + row, mask=row < m, other=0.0)
+        inner += tl.where(row < m, product * weight, 0.0)
+        before += tl.where(row == m, product, 0.0)
+    squares = tl.sum(before, axis=0)
+    return squares, squares - tl.sum(inner, axis=0)
 
 
 @triton.jit

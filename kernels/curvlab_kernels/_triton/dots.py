@@ -10,6 +10,8 @@ but the first time only from memory: the programs are neighbours and share the L
 once per group of rows.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,19 @@ from curvlab_kernels._triton.tiles import (
 
 FEW = 64  # chunks that a consumer can add up by itself, without a launch of stage two
 LONGEST = 65536  # columns of a chunk
+
+
+class Unless(NamedTuple):
+    """A condition that the GPU looks at, so that the host need not wait for it.
+
+    Where of every vector at least ``share`` of ``before`` is left in ``after``, both ``(b,)``
+    float64, a kernel returns at once: nothing is read and nothing written. Kernels take a share
+    of 0 for "in any case".
+    """
+
+    before: Tensor
+    after: Tensor
+    share: float
 
 
 def coefficients(rows: Tensor, vectors: Tensor, scales: Tensor | None = None) -> Tensor:
@@ -66,16 +81,12 @@ def partial_coefficients(
     scales: Tensor | None,
     work: tl.dtype,
     squares: bool = False,
-    unless: tuple[Tensor, Tensor] | None = None,
+    unless: Unless | None = None,
 ) -> Tensor:
     """Stage one: ``(chunks, b, m)`` float64, for ``m >= 1`` and ``b >= 1``.
 
-    With ``squares``, for one vector: ``(chunks, 1, m + 1)``, where the last is the sum of its
-    squares.
-
-    Args:
-        unless: ``before`` and ``after``, ``(1,)`` float64: where at least half of ``before`` is
-            left, nothing is read and nothing written. The GPU decides; the host does not wait.
+    With ``squares`` ``(chunks, b, m + 1)``, where the last is the sum of a vector's squares. With
+    ``unless`` the sums are zero where nothing is read.
     """
     m, ld = rows.shape
     b, n = vectors.shape if vectors.ndim == 2 else (1, vectors.shape[0])
@@ -86,7 +97,8 @@ def partial_coefficients(
     chunks, tiles = chunking(n, chosen.columns, groups * vector_groups, chosen.warps, rows.device)
     width = m + 1 if squares else m
     stride, unit = row_stride(vectors)
-    partials = torch.empty(chunks, b, width, dtype=torch.float64, device=rows.device)
+    empty = torch.empty if unless is None else torch.zeros
+    partials = empty(chunks, b, width, dtype=torch.float64, device=rows.device)
     launch(
         partials_kernel,
         chunks * groups * vector_groups,
@@ -94,8 +106,9 @@ def partial_coefficients(
         rows if scales is None else scales,
         vectors,
         partials,
-        partials if unless is None else unless[0],
-        partials if unless is None else unless[1],
+        partials if unless is None else unless.before,
+        partials if unless is None else unless.after,
+        0.0 if unless is None else unless.share,
         m,
         b,
         n,
@@ -114,20 +127,24 @@ def partial_coefficients(
         UNIT=unit,
         SCALED=scales is not None,
         SQUARES=squares,
-        UNLESS=unless is not None,
         WORK=work,
     )
     return partials
 
 
 @triton.jit
-def mostly_left(before, after):
-    """Whether a pass left at least half of the squares; NaN counts as left."""
-    return (tl.load(after) < 0.5 * tl.load(before)) == 0
+def mostly_left(before, after, share, v0, count, VECTORS: tl.constexpr):
+    """Whether a pass left at least ``share`` of the squares of all vectors; NaN counts as left."""
+    lost = tl.load(after + v0) < share * tl.load(before + v0)
+    for more in tl.static_range(1, VECTORS):
+        vector = tl.minimum(v0 + more, count - 1)
+        lost |= tl.load(after + vector) < share * tl.load(before + vector)
+    return lost == 0
 
 
 @triton.jit(
     do_not_specialize=[
+        "share",
         "m",
         "count",
         "n",
@@ -148,6 +165,7 @@ def partials_kernel(
     partials,
     before,
     after,
+    share: tl.float64,
     m,
     count,
     n: tl.int64,
@@ -165,21 +183,20 @@ def partials_kernel(
     UNIT: tl.constexpr,
     SCALED: tl.constexpr,
     SQUARES: tl.constexpr,
-    UNLESS: tl.constexpr,
     WORK: tl.constexpr,
 ):
-    if UNLESS:
-        if mostly_left(before, after):
-            return
     # Programs that share a piece of the basis or of the vectors are neighbours: they meet in L2.
     program = tl.program_id(0)
+    v0 = (program % vector_groups).to(tl.int64) * VECTORS
+    if share > 0:
+        if mostly_left(before, after, share, v0, count, VECTORS):
+            return
     group = program // vector_groups % groups
     chunk = (program // vector_groups // groups).to(tl.int64)
     local = tl.arange(0, ROWS)
     row = (group * group_rows + local).to(tl.int64)
     present = (local < group_rows) & (row < m)
     # Beyond the last vector the last one is taken again, and its result not stored.
-    v0 = (program % vector_groups).to(tl.int64) * VECTORS
     v1 = tl.minimum(v0 + 1, count - 1)
     v2 = tl.minimum(v0 + 2, count - 1)
     v3 = tl.minimum(v0 + 3, count - 1)
@@ -191,32 +208,50 @@ def partials_kernel(
     c1 = tl.zeros([ROWS, SUMS], WORK)
     c2 = tl.zeros([ROWS, SUMS], WORK)
     c3 = tl.zeros([ROWS, SUMS], WORK)
-    square = tl.zeros([BLOCK], tl.float64)
+    s0 = tl.zeros([BLOCK], tl.float64)
+    s1 = tl.zeros([BLOCK], tl.float64)
+    s2 = tl.zeros([BLOCK], tl.float64)
+    s3 = tl.zeros([BLOCK], tl.float64)
     full = n // BLOCK
     first = chunk * tiles
     # fmt: off
     for tile_index in range(first, tl.minimum(first + tiles, full)):
-        c0, c1, c2, c3, square = add_tile(
-            c0, c1, c2, c3, square, rows, scales, vectors, row, present, v0, v1, v2, v3, ld,
-            scale_ld, vector_ld, tile_index * BLOCK, n, BLOCK, VECTORS, SCALED, SQUARES, False,
+        c0, c1, c2, c3, s0, s1, s2, s3 = add_tile(
+            c0, c1, c2, c3, s0, s1, s2, s3, rows, scales, vectors, row, present, v0, v1, v2, v3,
+            ld, scale_ld, vector_ld, tile_index * BLOCK, n, BLOCK, VECTORS, SCALED, SQUARES, False,
             WORK)
     if (first + tiles > full) & (full * BLOCK < n):
-        c0, c1, c2, c3, square = add_tile(
-            c0, c1, c2, c3, square, rows, scales, vectors, row, present, v0, v1, v2, v3, ld,
-            scale_ld, vector_ld, full * BLOCK, n, BLOCK, VECTORS, SCALED, SQUARES, True, WORK)
+        c0, c1, c2, c3, s0, s1, s2, s3 = add_tile(
+            c0, c1, c2, c3, s0, s1, s2, s3, rows, scales, vectors, row, present, v0, v1, v2, v3,
+            ld, scale_ld, vector_ld, full * BLOCK, n, BLOCK, VECTORS, SCALED, SQUARES, True, WORK)
     # fmt: on
     out = partials + (chunk * count + v0) * width
-    tl.store(out + row, tl.sum(c0.to(tl.float64), axis=1), mask=present)
+    store_sums(out, c0, s0, row, present, m, group, SQUARES)
     if VECTORS > 1:
         if v0 + 1 < count:
-            tl.store(out + width + row, tl.sum(c1.to(tl.float64), axis=1), mask=present)
+            store_sums(out + width, c1, s1, row, present, m, group, SQUARES)
         if v0 + 2 < count:
-            tl.store(out + 2 * width + row, tl.sum(c2.to(tl.float64), axis=1), mask=present)
+            store_sums(out + 2 * width, c2, s2, row, present, m, group, SQUARES)
         if v0 + 3 < count:
-            tl.store(out + 3 * width + row, tl.sum(c3.to(tl.float64), axis=1), mask=present)
+            store_sums(out + 3 * width, c3, s3, row, present, m, group, SQUARES)
+
+
+@triton.jit
+def store_sums(out, sums, squares, row, present, m, group, SQUARES: tl.constexpr):
+    """Store a chunk's inner products with one vector; the first group of rows, its squares."""
+    tl.store(out + row, tl.sum(sums.to(tl.float64), axis=1), mask=present)
     if SQUARES:
         if group == 0:
-            tl.store(out + m, tl.sum(square, axis=0))
+            tl.store(out + m, tl.sum(squares, axis=0))
+
+
+@triton.jit
+def add_squares(total, piece, SQUARES: tl.constexpr):
+    """The squares of a piece of a vector, in float64, where they are wanted."""
+    if SQUARES:
+        exact = piece.to(tl.float64)
+        total += exact * exact
+    return total
 
 
 @triton.jit
@@ -237,7 +272,10 @@ def add_tile(
     c1,
     c2,
     c3,
-    square,
+    s0,
+    s1,
+    s2,
+    s3,
     rows,
     scales,
     vectors,
@@ -266,13 +304,15 @@ def add_tile(
         scale = load_scales(scales, row, present, scale_ld, start, BLOCK, WORK)
     piece = load_piece(vectors, v0, vector_ld, start, n, BLOCK, VECTORS, MASKED)
     c0 += products(tile, scale, piece, SCALED)
-    if SQUARES:
-        square += piece.to(tl.float64) * piece.to(tl.float64)
+    s0 = add_squares(s0, piece, SQUARES)
     if VECTORS > 1:
         piece = load_piece(vectors, v1, vector_ld, start, n, BLOCK, VECTORS, MASKED)
         c1 += products(tile, scale, piece, SCALED)
+        s1 = add_squares(s1, piece, SQUARES)
         piece = load_piece(vectors, v2, vector_ld, start, n, BLOCK, VECTORS, MASKED)
         c2 += products(tile, scale, piece, SCALED)
+        s2 = add_squares(s2, piece, SQUARES)
         piece = load_piece(vectors, v3, vector_ld, start, n, BLOCK, VECTORS, MASKED)
         c3 += products(tile, scale, piece, SCALED)
-    return c0, c1, c2, c3, square
+        s3 = add_squares(s3, piece, SQUARES)
+    return c0, c1, c2, c3, s0, s1, s2, s3

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels._triton.apply import subtract_into
+from curvlab_kernels._triton.dots import Unless
 from curvlab_kernels._triton.norms import normalise_
 from curvlab_kernels._triton.orthonormalise import coefficients_and_squares, subtract_and_dot
 from curvlab_kernels.algebra import rank_tolerance
@@ -65,7 +66,7 @@ def third_pass(
     Returns:
         The coefficients removed ``(m,)`` and the sum of squares ``(1,)``, with or without it.
     """
-    more, _ = coefficients_and_squares(rows, vector, unless=(passed, after))
-    again = subtract_into(rows, more, vector, vector, unless=(passed, after))
-    needed = after < 0.5 * passed
-    return torch.where(needed, removed + more, removed), torch.where(needed, again, after)
+    enough = Unless(passed, after, 0.5)
+    more, _ = coefficients_and_squares(rows, vector, enough)
+    again = subtract_into(rows, more, vector, vector, enough)
+    return removed + more, torch.where(after < 0.5 * passed, again, after)

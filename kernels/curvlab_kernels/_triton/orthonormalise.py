@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvlab_kernels._triton.apply import apply_, subtract_into
-from curvlab_kernels._triton.dots import chunking, partial_coefficients
+from curvlab_kernels._triton.dots import Unless, chunking, partial_coefficients
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.norms import normalise_, squares
 from curvlab_kernels._triton.sums import sum_chunks
@@ -46,7 +46,7 @@ def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def coefficients_and_squares(
-    rows: Tensor, vector: Tensor, unless: tuple[Tensor, Tensor] | None = None
+    rows: Tensor, vector: Tensor, unless: Unless | None = None
 ) -> tuple[Tensor, Tensor]:
     """``M g`` ``(m,)`` and the sum of squares of ``g`` ``(1,)`` from one read; ``m >= 1``."""
     work = work_dtype(vector, rows)

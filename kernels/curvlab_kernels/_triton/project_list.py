@@ -11,12 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvlab_kernels._triton.combination import combination
-from curvlab_kernels._triton.dots import FEW, chunking, dot_tile, products
+from curvlab_kernels._triton.combination import combination, judged
+from curvlab_kernels._triton.dots import (
+    FEW,
+    Unless,
+    add_squares,
+    chunking,
+    dot_tile,
+    mostly_left,
+    products,
+    store_sums,
+)
 from curvlab_kernels._triton.launch import launch
+from curvlab_kernels._triton.project import finished
 from curvlab_kernels._triton.segments import (
     WINDOW,
     Segments,
+    contiguous,
     elements,
     gather,
     meeting,
@@ -24,9 +35,8 @@ from curvlab_kernels._triton.segments import (
     segments,
 )
 from curvlab_kernels._triton.shapes import SHORT, tile
-from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels._triton.tiles import load_codes, load_scales, work_dtype
-from curvlab_kernels.algebra import solve
+from curvlab_kernels.algebra import INSIDE
 
 ELEMENTS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -40,7 +50,7 @@ def project_list_(
     """Project tensors of any shapes, seen as one vector in their order, in place.
 
     Args:
-        tensors: Contiguous, all float32 or all float64, together at most ``ld`` elements.
+        tensors: All float32 or all float64, together at most ``ld`` elements.
 
     Returns:
         What was subtracted, ``G^-1 M g``: ``(m,)`` float64.
@@ -48,10 +58,25 @@ def project_list_(
     m = rows.shape[0]
     if m == 0 or sum(tensor.numel() for tensor in tensors) == 0:
         return torch.zeros(m, dtype=torch.float64, device=rows.device)
-    where = segments(tensors)
-    weights, removed = list_coefficients(rows, scales, where, factor, tensors[0], 1, 0.0)
-    work = work_dtype(tensors[0], rows)
-    chosen = tile("sum short" if where.n <= SHORT else "sum", rows, work)
+    with contiguous(tensors) as dense:
+        where = segments(dense)
+        removed, enough = project_list_once_(rows, scales, where, factor, dense[0])
+        return removed + project_list_once_(rows, scales, where, factor, dense[0], enough)[0]
+
+
+def project_list_once_(
+    rows: Tensor,
+    scales: Tensor | None,
+    where: Segments,
+    factor: Tensor | None,
+    example: Tensor,
+    unless: Unless | None = None,
+) -> tuple[Tensor, Unless]:
+    """One pass over the list, as ``project_once_`` is one over a vector."""
+    partials = list_partials(rows, scales, where, example, 1, 0.0, unless)
+    weights, removed, products = finished(partials, factor)
+    left = partials.new_empty(2, 1)
+    chosen = tile("sum short" if where.n <= SHORT else "sum", rows, work_dtype(example, rows))
     tiles = -(-where.n // chosen.columns)
     launch(
         list_apply_kernel,
@@ -62,11 +87,16 @@ def project_list_(
         removed,
         where.table,
         where.index,
-        m,
+        left if unless is None else unless.before,
+        left if unless is None else unless.after,
+        0.0 if unless is None else unless.share,
+        products,
+        left,
+        rows.shape[0],
         where.n,
         rows.shape[1] // 16,
         0 if scales is None else scales.shape[1],
-        weights.shape[0] if weights is not removed else 0,
+        len(weights) if weights is not removed else 0,
         tiles,
         warps=chosen.warps,
         ROWS=chosen.rows,
@@ -75,39 +105,36 @@ def project_list_(
         CHUNKS=0 if weights is removed else FEW,
         SCALED=scales is not None,
         SPLIT=where.n <= SHORT,
-        ELEMENT=ELEMENTS[tensors[0].dtype],
-        WORK=work,
+        ELEMENT=ELEMENTS[example.dtype],
+        WORK=work_dtype(example, rows),
         reaches=where.tensors,
     )
-    return removed
+    return removed.view(-1), Unless(left[0], left[1], INSIDE)
 
 
-def list_coefficients(
+def list_partials(
     rows: Tensor,
     scales: Tensor | None,
     where: Segments,
-    factor: Tensor | None,
     example: Tensor,
     lists: int,
     weight_decay: float,
-) -> tuple[Tensor, Tensor]:
-    """The coefficients that the second pass is to subtract.
+    unless: Unless | None = None,
+) -> Tensor:
+    """Partial sums ``(chunks, 1, m + 1)`` of products and squares, as ``partial_coefficients``.
 
     Args:
         example: A tensor of the list, for its dtype.
         lists: Parallel lists in the table; with ``weight_decay`` that times the second list is
             added to the first before anything is multiplied.
-
-    Returns:
-        What the second pass reads and ``removed`` ``(m,)``: the same tensor, or partial sums
-        ``(chunks, m)``, which the second pass adds up, and an empty tensor for it to fill.
     """
     m = rows.shape[0]
     work = work_dtype(example, rows)
     chosen = dot_tile(rows, where.n, "list", work)
     groups = -(-m // chosen.rows)
     chunks, tiles = chunking(where.n, chosen.columns, groups, chosen.warps, rows.device)
-    partials = torch.empty(chunks, m, dtype=torch.float64, device=rows.device)
+    empty = torch.empty if unless is None else torch.zeros
+    partials = empty(chunks, 1, m + 1, dtype=torch.float64, device=rows.device)
     launch(
         list_partials_kernel,
         chunks * groups,
@@ -116,6 +143,9 @@ def list_coefficients(
         where.table,
         where.index,
         partials,
+        partials if unless is None else unless.before,
+        partials if unless is None else unless.after,
+        0.0 if unless is None else unless.share,
         weight_decay,
         m,
         where.n,
@@ -135,14 +165,12 @@ def list_coefficients(
         WORK=work,
         reaches=where.tensors,
     )
-    if factor is None and chunks <= FEW:
-        return partials, torch.empty(m, dtype=torch.float64, device=rows.device)
-    removed = solve(factor, sum_chunks(partials)).contiguous()
-    return removed, removed
+    return partials
 
 
 @triton.jit(
     do_not_specialize=[
+        "share",
         "weight_decay",
         "m",
         "n",
@@ -159,6 +187,9 @@ def list_partials_kernel(
     table,
     index,
     partials,
+    before,
+    after,
+    share: tl.float64,
     weight_decay: tl.float64,
     m,
     n: tl.int64,
@@ -176,6 +207,9 @@ def list_partials_kernel(
     ELEMENT: tl.constexpr,
     WORK: tl.constexpr,
 ):
+    if share > 0:
+        if mostly_left(before, after, share, 0, 1, 1):
+            return
     program = tl.program_id(0)
     group = program % groups
     chunk = (program // groups).to(tl.int64)
@@ -185,23 +219,26 @@ def list_partials_kernel(
     ld = ld16 * 16
 
     total = tl.zeros([ROWS, BLOCK // 16 if SCALED else BLOCK], WORK)
+    square = tl.zeros([BLOCK], tl.float64)
     full = n // BLOCK
     first = chunk * tiles
     # fmt: off
     for tile_index in range(first, tl.minimum(first + tiles, full)):
-        total += list_products(rows, scales, table, index, weight_decay, row, present, ld, scale_ld,
-                               tile_index * BLOCK, n, BLOCK, WINDOW, LISTS, DECAY, SCALED, False,
-                               ELEMENT, WORK)
+        total, square = add_list_tile(
+            total, square, rows, scales, table, index, weight_decay, row, present, ld, scale_ld,
+            tile_index * BLOCK, n, BLOCK, WINDOW, LISTS, DECAY, SCALED, False, ELEMENT, WORK)
     if (first + tiles > full) & (full * BLOCK < n):
-        total += list_products(rows, scales, table, index, weight_decay, row, present, ld, scale_ld,
-                               full * BLOCK, n, BLOCK, WINDOW, LISTS, DECAY, SCALED, True,
-                               ELEMENT, WORK)
+        total, square = add_list_tile(
+            total, square, rows, scales, table, index, weight_decay, row, present, ld, scale_ld,
+            full * BLOCK, n, BLOCK, WINDOW, LISTS, DECAY, SCALED, True, ELEMENT, WORK)
     # fmt: on
-    tl.store(partials + chunk * m + row, tl.sum(total.to(tl.float64), axis=1), mask=present)
+    store_sums(partials + chunk * (m + 1), total, square, row, present, m, group, True)
 
 
 @triton.jit
-def list_products(
+def add_list_tile(
+    total,
+    square,
     rows,
     scales,
     table,
@@ -222,13 +259,13 @@ def list_products(
     ELEMENT: tl.constexpr,
     WORK: tl.constexpr,
 ):
-    """Products of one tile with the piece of the list that meets its columns."""
+    """Add the products of one tile with the piece of the list that meets its columns."""
     tile = load_codes(rows, row, present, ld, start, n, BLOCK, MASKED, WORK)
     scale = tile
     if SCALED:
         scale = load_scales(scales, row, present, scale_ld, start, BLOCK, WORK)
     piece = gather(table, index, weight_decay, start, n, BLOCK, WINDOW, LISTS, DECAY, ELEMENT)
-    return products(tile, scale, piece, SCALED)
+    return total + products(tile, scale, piece, SCALED), add_squares(square, piece, True)
 
 
 @triton.jit
@@ -265,7 +302,7 @@ def list_combination(
     return total
 
 
-@triton.jit(do_not_specialize=["m", "n", "ld16", "scale_ld", "chunks", "tiles"])
+@triton.jit(do_not_specialize=["share", "m", "n", "ld16", "scale_ld", "chunks", "tiles"])
 def list_apply_kernel(
     rows,
     scales,
@@ -273,6 +310,11 @@ def list_apply_kernel(
     sums,
     table,
     index,
+    before,
+    after,
+    share: tl.float64,
+    products,
+    left,
     m,
     n: tl.int64,
     ld16: tl.int64,
@@ -289,6 +331,13 @@ def list_apply_kernel(
     WORK: tl.constexpr,
 ):
     start = (tiles - 1 - tl.program_id(0)).to(tl.int64) * BLOCK
+    if share > 0:
+        if mostly_left(before, after, share, 0, 1, 1):
+            return
+    if start == 0:
+        squares = judged(products, coefficients, start, m, 1, chunks, ROWS, CHUNKS)
+        tl.store(left, squares[0])
+        tl.store(left + 1, squares[1])
     # fmt: off
     removed = list_combination(rows, scales, coefficients, sums, m, n, ld16 * 16, scale_ld, start,
                                chunks, ROWS, BLOCK, CHUNKS, SCALED, SPLIT, WORK)

@@ -8,7 +8,8 @@ read exactly once per pass, as for a flat vector, and only the vectors' own load
 the bytes, are narrow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -45,6 +46,16 @@ def segments(*lists: Sequence[Tensor]) -> Segments:
     device = lists[0][0].device
     tensors = tuple(tensor for group in full for tensor in group)
     return Segments(_table(sizes, addresses, device), _index(sizes, device), sum(sizes), tensors)
+
+
+@contextmanager
+def contiguous(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors to work on: copies of those that are not contiguous, copied back at the end."""
+    dense = [tensor.contiguous() for tensor in tensors]
+    yield dense
+    for tensor, copy in zip(tensors, dense, strict=True):
+        if copy is not tensor:
+            tensor.copy_(copy)
 
 
 # Both depend on nothing but their arguments, so an entry is never stale. Parameters stay where they

@@ -2,7 +2,8 @@
 
 ``d = P(g + wd p)``, ``buf = momentum buf + d``, ``p -= lr buf``. The first pass reads the basis,
 gradients and parameters for the coefficients; the second reads them again with the momenta and
-writes parameters and momenta. Neither ``d`` nor the decayed gradient is ever stored.
+writes parameters and momenta. Neither ``d`` nor the decayed gradient is stored, except where so
+little is left of ``d`` that it has to be projected once more.
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvlab_kernels._triton.dots import FEW
+from curvlab_kernels._triton.combination import judged
+from curvlab_kernels._triton.dots import FEW, Unless, mostly_left, partial_coefficients
 from curvlab_kernels._triton.launch import launch
-from curvlab_kernels._triton.project_list import ELEMENTS, list_coefficients, list_combination
-from curvlab_kernels._triton.segments import WINDOW, elements, meeting, segment, segments
+from curvlab_kernels._triton.project import finished
+from curvlab_kernels._triton.project_list import ELEMENTS, list_combination, list_partials
+from curvlab_kernels._triton.segments import (
+    WINDOW,
+    Segments,
+    contiguous,
+    elements,
+    meeting,
+    segment,
+    segments,
+)
 from curvlab_kernels._triton.shapes import SHORT, tile
 from curvlab_kernels._triton.tiles import work_dtype
+from curvlab_kernels.algebra import INSIDE
 
 
 def sgd_step_(
@@ -34,7 +46,7 @@ def sgd_step_(
     """``parameters`` and ``momenta`` change in place, ``gradients`` do not.
 
     Args:
-        parameters: Contiguous, all float32 or all float64, together at most ``ld`` elements.
+        parameters: All float32 or all float64, together at most ``ld`` elements.
         gradients: One per parameter, of its shape and dtype.
         momenta: One per parameter, zeros before the first step; empty for no momentum.
 
@@ -44,54 +56,94 @@ def sgd_step_(
     m = rows.shape[0]
     if sum(tensor.numel() for tensor in parameters) == 0:
         return torch.zeros(m, dtype=torch.float64, device=rows.device)
-    lists = [gradients, parameters, momenta] if momenta else [gradients, parameters]
-    where = segments(*lists)
-    example = parameters[0]
-    if m:
-        weights, removed = list_coefficients(
-            rows, scales, where, factor, example, len(lists), weight_decay
+    numbers = lr, weight_decay, momentum
+    with contiguous(parameters) as weights, contiguous(momenta) as buffers:
+        slopes = [gradient.contiguous() for gradient in gradients]
+        lists = [slopes, weights, buffers] if momenta else [slopes, weights]
+        where = segments(*lists)
+        step = Step(rows, scales, where, weights[0], len(lists), numbers)
+        if m == 0:
+            return step.take(torch.zeros(1, 1, 1, dtype=torch.float64, device=rows.device), None)
+        partials = list_partials(rows, scales, where, weights[0], len(lists), weight_decay)
+        removed = step.take(partials, factor)
+        work, enough = work_dtype(weights[0], rows), step.enough
+        partials = partial_coefficients(rows, step.rest, scales, work, squares=True, unless=enough)
+        return removed + step.take(partials, factor, enough)
+
+
+class Step:
+    """The second half of a step, for the first pass and for the one that may follow.
+
+    Attributes:
+        rest: The projected step ``(n,)`` where too little is left of it: then the parameters are
+            not touched before the pass that follows.
+        enough: Squares of the step before the projection and after it.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        scales: Tensor | None,
+        where: Segments,
+        example: Tensor,
+        lists: int,
+        numbers: tuple[float, float, float],
+    ) -> None:
+        self.rows, self.scales, self.where = rows, scales, where
+        self.element, self.work = ELEMENTS[example.dtype], work_dtype(example, rows)
+        self.lists, self.numbers = lists, numbers
+        self.rest = example.new_empty(where.n if len(rows) else 1)
+        left = example.new_empty(2, 1, dtype=torch.float64)
+        self.enough = Unless(left[0], left[1], INSIDE)
+
+    def take(self, partials: Tensor, factor: Tensor | None, unless: Unless | None = None) -> Tensor:
+        """One launch; returns the coefficients removed ``(m,)``."""
+        rows, scales, where = self.rows, self.scales, self.where
+        weights, removed, products = finished(partials, factor)
+        chosen = tile("sum short" if where.n <= SHORT else "sum", rows, self.work)
+        tiles = -(-where.n // chosen.columns)
+        launch(
+            sgd_kernel,
+            tiles,
+            rows,
+            rows if scales is None else scales,
+            weights,
+            removed,
+            where.table,
+            where.index,
+            self.enough.before,
+            self.enough.after,
+            0.0 if unless is None else unless.share,
+            INSIDE,
+            products,
+            self.rest,
+            *self.numbers,
+            rows.shape[0],
+            where.n,
+            rows.shape[1] // 16,
+            0 if scales is None else scales.shape[1],
+            len(weights) if weights is not removed else 0,
+            tiles,
+            warps=chosen.warps,
+            ROWS=chosen.rows,
+            BLOCK=chosen.columns,
+            WINDOW=WINDOW,
+            LISTS=self.lists,
+            CHUNKS=0 if weights is removed else FEW,
+            DECAY=self.numbers[1] != 0.0,
+            SCALED=scales is not None,
+            SPLIT=where.n <= SHORT,
+            ELEMENT=self.element,
+            WORK=self.work,
+            reaches=where.tensors,
         )
-    else:
-        weights = removed = torch.zeros(0, dtype=torch.float64, device=rows.device)
-    work = work_dtype(example, rows)
-    chosen = tile("sum short" if where.n <= SHORT else "sum", rows, work)
-    tiles = -(-where.n // chosen.columns)
-    launch(
-        sgd_kernel,
-        tiles,
-        rows,
-        rows if scales is None else scales,
-        weights,
-        removed,
-        where.table,
-        where.index,
-        lr,
-        weight_decay,
-        momentum,
-        m,
-        where.n,
-        rows.shape[1] // 16,
-        0 if scales is None else scales.shape[1],
-        weights.shape[0] if weights is not removed else 0,
-        tiles,
-        warps=chosen.warps,
-        ROWS=chosen.rows,
-        BLOCK=chosen.columns,
-        WINDOW=WINDOW,
-        LISTS=len(lists),
-        CHUNKS=0 if weights is removed else FEW,
-        DECAY=weight_decay != 0.0,
-        SCALED=scales is not None,
-        SPLIT=where.n <= SHORT,
-        ELEMENT=ELEMENTS[example.dtype],
-        WORK=work,
-        reaches=where.tensors,
-    )
-    return removed
+        return removed.view(-1)
 
 
 @triton.jit(
     do_not_specialize=[
+        "share",
+        "inside",
         "lr",
         "weight_decay",
         "momentum",
@@ -110,6 +162,12 @@ def sgd_kernel(
     sums,
     table,
     index,
+    before,
+    after,
+    share: tl.float64,
+    inside: tl.float64,
+    products,
+    rest,
     lr: tl.float64,
     weight_decay: tl.float64,
     momentum: tl.float64,
@@ -131,21 +189,36 @@ def sgd_kernel(
     WORK: tl.constexpr,
 ):
     start = (tiles - 1 - tl.program_id(0)).to(tl.int64) * BLOCK
+    if share > 0:
+        if mostly_left(before, after, share, 0, 1, 1):
+            return
+    squares = judged(products, coefficients, start * 0, m, 1, chunks, ROWS, CHUNKS)
+    again = (share == 0) & (squares[1] < inside * squares[0])
+    if (share == 0) & (start == 0):
+        tl.store(before, squares[0])
+        tl.store(after, squares[1])
     # fmt: off
     removed = list_combination(rows, scales, coefficients, sums, m, n, ld16 * 16, scale_ld, start,
                                chunks, ROWS, BLOCK, CHUNKS, SCALED, SPLIT, WORK)
     # fmt: on
     first, last = meeting(index, start, n, BLOCK, WINDOW)
     for number in range(first, last + 1):
-        offset, inside, address = segment(table, number, start, BLOCK, LISTS)
-        step = tl.load(elements(address, offset, BLOCK, ELEMENT), mask=inside, other=0.0)
+        offset, meets, address = segment(table, number, start, BLOCK, LISTS)
         parameter_at = elements(address + 1, offset, BLOCK, ELEMENT)
-        parameter = tl.load(parameter_at, mask=inside, other=0.0)
-        if DECAY:
-            step += tl.full([], weight_decay, ELEMENT) * parameter
+        parameter = tl.load(parameter_at, mask=meets, other=0.0)
+        rest_at = rest + start + tl.arange(0, BLOCK)
+        if share > 0:
+            step = tl.load(rest_at, mask=meets, other=0.0)
+        else:
+            step = tl.load(elements(address, offset, BLOCK, ELEMENT), mask=meets, other=0.0)
+            if DECAY:
+                step += tl.full([], weight_decay, ELEMENT) * parameter
         step = (step - removed).to(ELEMENT)
-        if LISTS == 3:
-            buffer_at = elements(address + 2, offset, BLOCK, ELEMENT)
-            step += tl.full([], momentum, ELEMENT) * tl.load(buffer_at, mask=inside, other=0.0)
-            tl.store(buffer_at, step, mask=inside)
-        tl.store(parameter_at, parameter - tl.full([], lr, ELEMENT) * step, mask=inside)
+        if again:
+            tl.store(rest_at, step, mask=meets)
+        else:
+            if LISTS == 3:
+                buffer_at = elements(address + 2, offset, BLOCK, ELEMENT)
+                step += tl.full([], momentum, ELEMENT) * tl.load(buffer_at, mask=meets, other=0.0)
+                tl.store(buffer_at, step, mask=meets)
+            tl.store(parameter_at, parameter - tl.full([], lr, ELEMENT) * step, mask=meets)

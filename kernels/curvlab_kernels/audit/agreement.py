@@ -4,7 +4,7 @@ On a GPU ``python -m curvlab_kernels.audit.gpu_check`` runs them; without one th
 checks on the CPU through Triton's interpreter. A check raises ``AssertionError`` or says nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels import _triton, reference
+from curvlab_kernels._triton.dots import Unless
+from curvlab_kernels._triton.project import project_once_
+from curvlab_kernels._triton.project_list import list_partials, project_list_once_
+from curvlab_kernels._triton.segments import segments
+from curvlab_kernels._triton.sgd_step import Step
 from curvlab_kernels.formats import LEVELS, padded, quantise
 
 # Largest error, relative to the norm of the vector for coefficients, to its largest element else.
 TOLERANCE = {torch.float32: 3e-7, torch.float64: 2e-15}
+LEAK = {torch.float32: 1e-6, torch.float64: 4e-15}  # what a projection leaves, of the rest
 ORTHOGONALITY = {torch.float32: 5e-7, torch.float64: 2e-15}
 STORAGE = (
     torch.float32,
@@ -26,6 +32,7 @@ STORAGE = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
+INSIDE = ((torch.float32,) * 2, (torch.float64,) * 2, (torch.int8, torch.float32))
 SHAPES = ((0, 7), (1, 1), (3, 1023), (17, 1025), (33, 4999))  # (rows, columns)
 
 
@@ -66,6 +73,12 @@ def checks() -> Iterator[Check]:
     yield Check("project-block-of-one", partial(project, 5, 300, torch.float32, count=1))
     yield Check("project-misaligned-vector", misaligned)
     yield Check("project-garbage-in-padding", garbage_in_padding)
+    for dtype, vectors in INSIDE:
+        name = str(dtype).removeprefix("torch.")
+        for what in ("vector", "block", "list", "sgd"):
+            yield Check(f"inside-{what}-{name}", partial(inside, what, dtype, vectors))
+    yield Check("inside-long", partial(inside, "vector", torch.float32, torch.float32, n=66049))
+    yield Check("lists-with-strides", strided)
     yield Check("sgd-plain", partial(sgd_step, 17, 1025, torch.float32, 0.0, 0.0))
     yield Check("sgd-decay", partial(sgd_step, 3, 65, torch.float32, 0.1, 0.0))
     yield Check("sgd-gram-factor", partial(sgd_step, 5, 1023, torch.int8, 0.1, 0.9, True))
@@ -84,6 +97,15 @@ def close(actual: Tensor, expected: Tensor, scale: float, dtype: torch.dtype, wh
     allowed = TOLERANCE[dtype] * scale
     # Written so that a NaN fails.
     assert error <= allowed, f"{what}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def close_squares(found: Unless, before: Tensor, after: Tensor) -> None:
+    """Raise unless ``found`` has the squares of vectors before a projection and after it."""
+    for actual, vectors in ((found.before, before), (found.after, after)):
+        wanted = reference.norm(vectors.cpu()).square().view(-1)
+        largest = float(reference.norm(before).square().max())
+        error = float((actual.cpu() - wanted).abs().max())
+        assert error <= 1e-5 * largest, f"squares: error {error:.2e} of {largest:.2e}"
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -140,8 +162,12 @@ def project(
     removed = _triton.project_(
         rows.to(device), actual, moved(factor, device), moved(scales, device)
     )
+    whole, again = expected.clone(), expected.to(device, copy=True)
     close(removed, reference.project_(rows, expected, factor, scales), length, kind, "coefficients")
     close(actual, expected, largest, kind, "vector")
+    if m and expected.numel():  # what decides whether a second pass follows
+        once = project_once_(rows.to(device), again, moved(factor, device), moved(scales, device))
+        close_squares(once[1], whole, again)
 
 
 def separate(m: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -183,6 +209,63 @@ def garbage_in_padding(device: torch.device) -> None:
     close(actual, expected, float(expected.abs().max()), torch.float32, "vector")
 
 
+def inside(
+    what: str, dtype: torch.dtype, kind: torch.dtype, device: torch.device, *, n: int = 1025
+) -> None:
+    """What is left of a vector almost inside the span is orthogonal to it as that of any other."""
+    m, left = 9, 1e-4 if kind == torch.float32 else 1e-10
+    rows, scales = basis(m, n, dtype)
+    values = reference.dequantise(rows, scales, n).double()
+    factor = gram_factor(rows, scales, n) if scales is not None else None
+    outside = random(n, seed=2) * left / n**0.5
+    vector = (random(m, seed=3) @ values + outside).to(kind).to(device)
+    stored = rows.to(device), moved(factor, device), moved(scales, device)
+    whole = vector.cpu().double().clone()
+    if what == "block":  # beside others, which are not
+        block = random(6, n, seed=4, dtype=kind).to(device)
+        block[5] = vector
+        removed = _triton.project_(stored[0], block, *stored[1:])[5]
+        rest = block[5]
+    elif what == "list":
+        cut = list(torch.split(vector, [7, n - 7]))
+        removed, rest = _triton.project_list_(stored[0], cut, *stored[1:]), torch.cat(cut)
+    elif what == "sgd":
+        cut = list(torch.split(vector, [7, n - 7]))
+        still, buffers = ([torch.zeros_like(piece) for piece in cut] for _ in range(2))
+        removed = _triton.sgd_step_(stored[0], still, cut, buffers, 1.0, 0.1, 0.9, *stored[1:])
+        rest = torch.cat(buffers)
+        assert torch.equal(torch.cat(still), -rest), "parameters are not those of the momenta"
+    else:
+        removed, rest = _triton.project_(stored[0], vector, *stored[1:]), vector
+    rest = rest.cpu().double()
+    leak = float((values @ rest).norm() / rest.norm() / values.norm(dim=1).max())
+    assert leak <= LEAK[kind], f"{leak:.1e} of what is left lies in the span"
+    lost = float((whole - removed.cpu() @ values - rest).norm() / whole.norm())
+    assert lost <= LEAK[kind], f"what was removed is off by {lost:.1e}"
+
+
+def strided(device: torch.device) -> None:
+    """Tensors of a list whose memory is not in the order of their elements, or has gaps."""
+    shapes, n = ((3, 5, 7), (4, 6), (11,)), 140
+    rows, _ = basis(5, n, torch.float32)
+
+    def made(seed: int, to: torch.device) -> list[Tensor]:
+        a, b, c = (random(*shape, seed=seed, dtype=torch.float32) for shape in shapes)
+        gaps = torch.zeros(22)
+        gaps[::2] = c
+        return [a.permute(2, 0, 1).contiguous().to(to).permute(1, 2, 0), b.to(to), gaps.to(to)[::2]]
+
+    cpu = torch.device("cpu")
+    lists = [[made(seed, to) for seed in (2, 3, 4)] for to in (device, cpu)]
+    for kernels, tensors, place in ((_triton, lists[0], device), (reference, lists[1], cpu)):
+        kernels.project_list_(rows.to(place), tensors[1])
+        kernels.sgd_step_(rows.to(place), *tensors, 0.1, 0.1, 0.9)
+    for mine, theirs in zip(*lists, strict=True):
+        for actual, expected in zip(mine, theirs, strict=True):
+            assert actual.stride() == expected.stride()
+            close(actual, expected, 5.0, torch.float32, "tensors with strides")
+
+
 def pieces(n: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
     """``n`` elements as tensors of uneven sizes: single elements, none, many in one tile, large."""
     sizes = [1, 0, 2, 3, 5, 7, 11, 13] if n > 100 else [1, 0]
@@ -198,7 +281,11 @@ def project_list(m: int, n: int, dtype: torch.dtype, device: torch.device) -> No
     expected = pieces(n, 2, kind)
     actual = [tensor.to(device, copy=True) for tensor in expected]
     length = float(reference.norm(torch.cat(expected)))
-    removed = _triton.project_list_(rows.to(device), actual, None, moved(scales, device))
+    again = [tensor.to(device, copy=True) for tensor in expected]
+    stored = rows.to(device), moved(scales, device)
+    once = project_list_once_(*stored, segments(again), None, again[0])
+    close_squares(once[1], torch.cat(expected), torch.cat(again))
+    removed = _triton.project_list_(stored[0], actual, None, stored[1])
     wanted = reference.project_list_(rows, expected, None, scales)
     close(removed, wanted, length, kind, "coefficients")
     close(torch.cat(actual), torch.cat(expected), 5.0, kind, "tensors")
@@ -222,6 +309,14 @@ def sgd_step(
     factor = gram_factor(rows, scales, n) if corrected else None
     numbers = (0.1, decay, momentum)
     buffers = actual[2] if momentum else []
+    if m:
+        lists = [[each.to(device, copy=True) for each in wanted[i]] for i in (1, 0)]
+        stored, where = (rows.to(device), moved(scales, device)), segments(*lists)
+        step = Step(*stored, where, lists[0][0], 2, (1.0, decay, 0.0))
+        step.take(list_partials(*stored, where, lists[0][0], 2, decay), moved(factor, device))
+        before, after = (torch.cat(each).double() for each in (wanted[0], lists[1]))
+        rest = before - after.cpu()
+        close_squares(step.enough, torch.cat(wanted[1]).double() + decay * before, rest)
     removed = _triton.sgd_step_(
         rows.to(device),
         actual[0],
@@ -241,9 +336,11 @@ def sgd_step(
         close(torch.cat(mine), torch.cat(theirs), 6.0, kind, what)
 
 
-def storage(dtype: torch.dtype, device: torch.device) -> None:
+def storage(
+    dtype: torch.dtype, device: torch.device, *, sizes: Sequence[int] = (1, 63, 65, 1023, 4099)
+) -> None:
     """``quantise`` and ``dequantise``: the same codes, scales and values, to the last bit."""
-    for n in (1, 63, 65, 1023, 4099):
+    for n in sizes:
         vectors = random(3, n, seed=5).float()
         vectors[0] *= 10.0 ** random(n, seed=6).float()  # many magnitudes in a block
         vectors[1, : min(n, 64)] = 0.0

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels import _triton, reference
+from curvlab_kernels._triton.orthonormalise import coefficients_and_squares
 from curvlab_kernels.audit.agreement import ORTHOGONALITY, Check, basis, close, random
 
 
@@ -50,6 +51,9 @@ def orthonormalise(m: int, n: int, *arguments: torch.dtype | torch.device) -> No
     expected = random(n, seed=2, dtype=dtype)
     actual = expected.to(device, copy=True)
     length = float(reference.norm(expected))
+    if m:  # by which a dependent vector is told
+        _, squares = coefficients_and_squares(rows.to(device), actual)
+        close(squares.sqrt(), reference.norm(expected).view(1), length, dtype, "norm before")
     removed, after = _triton.orthonormalise_(rows.to(device), actual)
     wanted, wanted_after = reference.orthonormalise_(rows, expected)
     close(removed, wanted, length, dtype, "coefficients")

@@ -2,23 +2,25 @@
 
 The PTX of real kernels is broken in one place at a time: a barrier removed, a bound off by one, a
 guard inverted or removed, a shuffle's mask cut or its distance changed, an address moved, a sum
-dropped. Each mutant runs the agreement checks of its kernel: one where loops go round more than
-once and ends are ragged, one where tiles are full. Its fate is one of
+dropped. Each mutant takes the place of its kernel in agreement checks: one where loops go round
+more than once and ends are ragged, one where tiles are full, and small ones with many numbers of
+rows and columns. Its fate is one of
 
 - flagged: the sanitizer or the comparison with the reference objects,
-- same bits: every tensor has the same bits after every launch, with nothing to object to (a bound
-  that no index meets, a sum of zeros, a barrier between accesses that do not conflict),
-- not reached: a trap in the same place does not go off,
+- equivalent: every launch leaves the same bits and nothing to object to, and a trap in the place
+  shows why: no index meets the bound, the guard holds for every thread, the sum adds zero, no two
+  threads conflict across the barrier,
+- same bits: the same, but no trap tells why,
+- not reached: no thread comes there in any check,
 - missed: some bits differ and nobody objects.
 """
 
 import argparse
 import re
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -38,20 +40,49 @@ _MEMORY = r"(?:ld|st)\.global[\w.:]*"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A way to break a kernel: what to look for, and what to put there."""
+    """A way to break a kernel: what to look for, what to put there, and when it changes nothing.
+
+    Attributes:
+        probe: PTX that traps where the mutation makes a difference; ``None`` if there is none.
+        reason: What it means that the probe does not trap.
+    """
 
     name: str
     pattern: str
     replace: Callable[[re.Match[str]], str]
+    probe: Callable[[re.Match[str]], str] | None = None
+    reason: str = ""
+
+
+def _bound(name: str, type_: str) -> Kind:
+    return Kind(
+        name,
+        rf"setp\.lt\.{type_}(\s+%p\d+, ([^,;]+), ([^,;]+);)",
+        lambda m: f"setp.le.{type_}{m[1]}",
+        lambda m: f"{{ .reg .pred %probe; setp.eq.{type_} %probe, {m[2]}, {m[3]}; @%probe trap; }}",
+        "no index meets the bound",
+    )
 
 
 KINDS = (
-    Kind("barrier removed", r"bar\.sync\s+0;", lambda _: ""),
-    Kind("warp's barrier removed", r"bar\.warp\.sync\s+\S+;", lambda _: ""),
-    Kind("bound off by one", r"setp\.lt\.s64", lambda _: "setp.le.s64"),
-    Kind("bound of rows off by one", r"setp\.lt\.s32", lambda _: "setp.le.s32"),
+    Kind("barrier removed", r"bar\.sync\s+0;", lambda _: "", lambda _: "", "nobody conflicts"),
+    Kind(
+        "warp's barrier removed",
+        r"bar\.warp\.sync\s+\S+;",
+        lambda _: "",
+        lambda _: "",
+        "nobody conflicts",
+    ),
+    _bound("bound off by one", "s64"),
+    _bound("bound of rows off by one", "s32"),
     Kind("guard inverted", rf"@(%p\d+)(\s+{_MEMORY})", lambda m: f"@!{m[1]}{m[2]}"),
-    Kind("guard removed", rf"@%p\d+(\s+{_MEMORY})", lambda m: m[1]),
+    Kind(
+        "guard removed",
+        rf"@(%p\d+)(\s+{_MEMORY})",
+        lambda m: m[2],
+        lambda m: f"@!{m[1]} trap;",
+        "the guard holds",
+    ),
     Kind("shuffle mask cut", r"(shfl\.sync[^;]*), -1;", lambda m: f"{m[1]}, 65535;"),
     Kind(
         "shuffle distance",
@@ -64,7 +95,14 @@ KINDS = (
         lambda m: f"{m[1]}+16]",
     ),
     Kind(
-        "sum dropped", r"add\.f64\s+(%\w+), (%\w+), (%\w+);", lambda m: f"mov.b64 {m[1]}, {m[2]};"
+        "sum dropped",
+        r"add\.f64\s+(%\w+), (%\w+), (%\w+);",
+        lambda m: f"mov.b64 {m[1]}, {m[2]};",
+        lambda m: (
+            f"{{ .reg .pred %probe; setp.neu.f64 %probe, {m[3]}, 0d0000000000000000; "
+            "@%probe trap; }"
+        ),
+        "the sum adds zero",
     ),
 )
 
@@ -81,35 +119,173 @@ class Outcome:
 
 
 Check = Callable[[torch.device], None]
+# Rows and columns, few, so that the last ones are once those of every thread.
+_SMALL = tuple((1 + i % 8, 513 + i) for i in range(16))
 
 
-def subjects() -> dict[str, tuple[Check, Check]]:
-    """Checks whose kernels are broken: a ragged size, and one that fills tiles."""
+def subjects() -> dict[str, tuple[Check, ...]]:
+    """Checks whose kernels are broken: a ragged size, one that fills tiles, and small ones."""
     f32, f16, i8 = torch.float32, torch.float16, torch.int8
     project, project_list = agreement.project, agreement.project_list
-    sgd_step, orthonormalise = agreement.sgd_step, agreement_orthogonal.orthonormalise
+    sgd_step, orthogonal = agreement.sgd_step, agreement_orthogonal
+    inside = agreement.inside
     return {
-        "project float32": (partial(project, 17, 16001, f32), partial(project, 32, 4096, f32)),
-        "project int8": (partial(project, 17, 33001, i8), partial(project, 32, 8192, i8)),
+        "project float32": (
+            partial(project, 17, 16001, f32),
+            partial(project, 32, 4096, f32),
+            partial(inside, "vector", f32, f32),
+            *(partial(project, m, n, f32) for m, n in _SMALL),
+        ),
+        "project int8": (
+            partial(project, 17, 33001, i8),
+            partial(project, 32, 8192, i8),
+            *(partial(project, m, n, i8) for m, n in _SMALL),
+        ),
         "project long int8": (partial(project, 5, 66049, i8), partial(project, 8, 67584, i8)),
         "project block float16": (
-            partial(project, 17, 16001, f16, count=5),
+            partial(project, 17, 5001, f16, count=5),
             partial(project, 32, 2048, f16, count=8),
+            *(partial(project, m, n, f16, count=4) for m, n in _SMALL),
         ),
         "project list float32": (
             partial(project_list, 17, 16001, f32),
             partial(project_list, 32, 4096, f32),
+            partial(inside, "list", f32, f32),
+            *(partial(project_list, m, n, f32) for m, n in _SMALL),
         ),
         "SGD step int8": (
             partial(sgd_step, 5, 67001, i8, 0.1, 0.9),
-            partial(sgd_step, 8, 8192, i8, 0.1, 0.9),
+            partial(sgd_step, 8, 68096, i8, 0.1, 0.9),
+        ),
+        "SGD step float32": (
+            partial(sgd_step, 5, 4001, f32, 0.1, 0.9),
+            partial(inside, "sgd", f32, f32),
+            *(partial(sgd_step, m, n, f32, 0.1, 0.9) for m, n in _SMALL),
         ),
         "orthonormalise float32": (
-            partial(orthonormalise, 130, 16001, f32),
-            partial(orthonormalise, 128, 4096, f32),
+            partial(orthogonal.orthonormalise, 130, 5001, f32),
+            partial(orthogonal.orthonormalise, 128, 4096, f32),
+            *(partial(orthogonal.orthonormalise, 65 + 8 * m, n, f32) for m, n in _SMALL),
         ),
-        "quantise int8": (partial(agreement.storage, i8),) * 2,
+        "Lanczos step float32": (
+            partial(orthogonal.lanczos, 17, 5001, f32, 0.7),
+            partial(orthogonal.deflated),
+            *(partial(orthogonal.lanczos, m + 2, n, f32, 0.7) for m, n in _SMALL),
+        ),
+        "block float32": (
+            partial(orthogonal.block, 5, 3001, f32),
+            partial(orthogonal.block, 5, 2048, f32),
+            *(partial(orthogonal.block, m, n, f32) for m, n in _SMALL[::5]),
+        ),
+        "norm float32": (partial(orthogonal.norms, f32),),
+        "quantise int8": (
+            partial(agreement.storage, i8),
+            partial(agreement.storage, i8, sizes=(*range(1, 17), *range(1009, 1025))),
+        ),
     }
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A launch of a sound kernel: what it found and what it left."""
+
+    launch: Launch
+    before: list[Tensor]
+    after: list[Tensor]
+    check: Check
+    reached: list[int]  # how often each instruction ran
+
+    def replay(self, architecture: int) -> bool:
+        """Run it again with the kernel as it is now: whether the same bits come out."""
+        tensors = _tensors(self.launch)
+        for tensor, bits in zip(tensors, self.before, strict=True):
+            tensor.copy_(bits)
+        execute_launch(self.launch, architecture)
+        return all(map(_same, tensors, self.after))
+
+
+def _tensors(launch: Launch) -> list[Tensor]:
+    return [each for each in (*launch.arguments, *launch.reaches) if isinstance(each, Tensor)]
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    return torch.equal(first.view(kind), second.view(kind))
+
+
+@dataclass(slots=True)
+class Kernel:
+    """One compiled kernel, and every launch of it in a subject's checks."""
+
+    identity: tuple[object, ...]
+    loaded: Loaded
+    architecture: int
+    launches: list[Recorded] = field(default_factory=list)
+
+    def fate(self, kind: Kind, place: re.Match[str], index: int) -> str:
+        """What becomes of the mutant at ``place``, which is instruction ``index``."""
+        reaching = [each for each in self.launches if each.reached[index]]
+        if not reaching:
+            return "not reached"
+        reaching.sort(key=lambda each: sum(each.reached))  # what is quick may tell
+        mutant = self._with(place, kind.replace(place))
+        try:
+            for recorded in reaching:
+                if not self._run(mutant, partial(recorded.replay, self.architecture)):
+                    # Other bits: flagged if the check that made this launch objects, or another.
+                    for check in {id(each.check): each.check for each in reaching}.values():
+                        self._run(mutant, partial(_whole, check, self.architecture))
+                    return "missed"
+        except (Fault, AssertionError):
+            return "flagged"
+        if kind.probe is None:
+            return "same bits"
+        try:
+            probe = self._with(place, f"{kind.probe(place)} {place[0]}")
+            for recorded in reaching:
+                self._run(probe, partial(recorded.replay, self.architecture))
+        except Fault:
+            return "same bits"
+        return f"equivalent: {kind.reason}"
+
+    def _with(self, place: re.Match[str], text: str) -> Loaded:
+        begin, end = place.span()
+        ptx = self.loaded.ptx[:begin] + text + self.loaded.ptx[end:]
+        return Loaded(Executable(parse(ptx)), self.loaded.shared, ptx)
+
+    def _run(self, loaded: Loaded, run: Callable[[], bool]) -> bool:
+        """``run`` while ``loaded`` stands for the kernel."""
+        launching._loaded[self.identity] = loaded
+        try:
+            return run()
+        finally:
+            launching._loaded[self.identity] = self.loaded
+
+
+def _whole(check: Check, architecture: int) -> bool:
+    with launching.executed(architecture):
+        check(torch.device("cpu"))
+    return True
+
+
+def kernels(checks: Sequence[Check], architecture: int) -> list[Kernel]:
+    """Run sound checks; the kernels that they launch, with all that is needed to launch them."""
+    found: dict[tuple[object, ...], Kernel] = {}
+    for check in checks:
+
+        def run(launch: Launch, check: Check = check) -> None:
+            before = [tensor.clone() for tensor in _tensors(launch)]
+            report = execute_launch(launch, architecture)
+            named = {**launch.constants, **launch.options}
+            loaded = launching.load(launch.kernel, launch.arguments, named, architecture)[0]
+            identity = next(key for key, each in launching._loaded.items() if each is loaded)
+            kernel = found.setdefault(identity, Kernel(identity, loaded, architecture))
+            after = [tensor.clone() for tensor in _tensors(launch)]
+            kernel.launches.append(Recorded(launch, before, after, check, report.counts))
+
+        with handed_to(run):
+            check(torch.device("cpu"))
+    return list(found.values())
 
 
 def outcomes(
@@ -126,85 +302,36 @@ def outcomes(
     for name, checks in subjects().items():
         if only not in name:
             continue
-        used, sound = _sound(checks, architecture)
-        for identity, loaded in used.items():
-            body = loaded.ptx[: loaded.ptx.rindex("ret;")]
+        for kernel in kernels(checks, architecture):
+            ptx = kernel.loaded.ptx
+            body = ptx[: ptx.rindex("ret;")]
             for kind in chosen:
-                for place in list(re.finditer(kind.pattern, body))[::every]:
-                    begin, end = place.span()
-                    before, after = loaded.ptx[:begin], loaded.ptx[end:]
-                    mutant = Mutant(checks, architecture, identity, loaded.shared, sound)
-                    fate = mutant.fate(before + kind.replace(place) + after)
-                    if (
-                        fate == "same bits"
-                        and mutant.fate(f"{before}trap; {place[0]}{after}") == fate
-                    ):
-                        fate = "not reached"
-                    line = before.count("\n") + 1
-                    yield Outcome(name, loaded.code.program.name, kind.name, line, fate)
+                places = list(re.finditer(kind.pattern, body))
+                indices = _instructions(ptx, places)
+                for place, index in list(zip(places, indices, strict=True))[::every]:
+                    line = ptx.count("\n", 0, place.start()) + 1
+                    fate = kernel.fate(kind, place, index)
+                    yield Outcome(name, kernel.loaded.code.program.name, kind.name, line, fate)
 
 
-def _sound(
-    checks: Sequence[Check], architecture: int
-) -> tuple[dict[tuple[object, ...], Loaded], list[int]]:
-    """The compiled kernels that the first check runs, and what the tensors are after launches."""
-    before = dict(launching._loaded)
-    launching._loaded.clear()
-    digests = [_digest(checks[0], architecture)]
-    used = dict(launching._loaded)
-    launching._loaded.update(before)
-    return used, digests + [_digest(check, architecture) for check in checks[1:]]
-
-
-def _digest(check: Check, architecture: int) -> int:
-    """Run a check from PTX; one number for the bits of all tensors after every launch."""
-    digest = 0
-
-    def run(launch: Launch) -> None:
-        nonlocal digest
-        execute_launch(launch, architecture)
-        for tensor in (*launch.arguments, *launch.reaches):
-            # Tables of addresses are int64 and differ from run to run.
-            if isinstance(tensor, Tensor) and tensor.dtype != torch.int64:
-                flat = tensor.contiguous().view(-1).view(torch.uint8)
-                digest = zlib.crc32(flat.numpy().tobytes(), digest)
-
-    with handed_to(run):
-        check(torch.device("cpu"))
-    return digest
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """A kernel to be replaced, and what sound runs gave."""
-
-    checks: Sequence[Check]
-    architecture: int
-    identity: tuple[object, ...]
-    shared: int
-    sound: list[int]
-
-    def fate(self, text: str) -> str:
-        """Run the checks with ``text`` in place of the kernel."""
-        kept = launching._loaded[self.identity]
-        launching._loaded[self.identity] = Loaded(Executable(parse(text)), self.shared, text)
-        try:
-            found = [_digest(check, self.architecture) for check in self.checks]
-        except (Fault, AssertionError):
-            return "flagged"
-        finally:
-            launching._loaded[self.identity] = kept
-        return "same bits" if found == self.sound else "missed"
-
-
-FATES = ("flagged", "same bits", "not reached", "missed")
+def _instructions(ptx: str, places: Sequence[re.Match[str]]) -> list[int]:
+    """The number of the instruction at each place: found by a trap in front of each."""
+    marked = ptx
+    for place in reversed(places):
+        marked = f"{marked[: place.start()]}trap; {marked[place.start() :]}"
+    traps = [
+        index
+        for index, instruction in enumerate(parse(marked).instructions)
+        if instruction.parts == ("trap",)
+    ]
+    return [index - number for number, index in enumerate(traps)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; returns the number of mutants that were missed."""
     parser = argparse.ArgumentParser(prog="curvlab_kernels.audit.ptx.mutants", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--arch", type=int, default=80)
+    parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--every", type=int, default=1, help="each n-th place only")
     parser.add_argument("--only", default="", help="subjects whose name contains this")
     parser.add_argument("--kind", nargs="*", default=[], choices=[kind.name for kind in KINDS])
@@ -212,15 +339,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.use_deterministic_algorithms(True)  # which also fills torch.empty with NaN
     found: dict[str, Counter[str]] = {kind.name: Counter() for kind in KINDS}
     for outcome in outcomes(options.arch, options.kind, options.every, options.only):
-        found[outcome.kind][outcome.fate] += 1
-        if outcome.fate != "flagged":
+        fate = outcome.fate.partition(":")[0]
+        found[outcome.kind][fate] += 1
+        if fate != "flagged":
             place = f"{outcome.check}, {outcome.kernel}:{outcome.line}"
             print(f"{outcome.fate}: {outcome.kind}, {place}", flush=True)
-    print(f"{'mutation':26} " + " ".join(f"{fate:>12}" for fate in FATES))
-    for name, fates in found.items():
-        if fates:
-            print(f"{name:26} " + " ".join(f"{fates[fate]:12}" for fate in FATES))
-    return sum(fates["missed"] for fates in found.values())
+    fates = ("flagged", "equivalent", "same bits", "not reached", "missed")
+    print(f"{'mutation':26} " + " ".join(f"{fate:>12}" for fate in fates))
+    for name, each in found.items():
+        if each:
+            print(f"{name:26} " + " ".join(f"{each[fate]:12}" for fate in fates))
+    return sum(each["missed"] for each in found.values())
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class Report:
         bytes: Asked for, by what for: ``"global read"``, ``"global written"``, ``"shared read"``,
             ``"shared written"``. Lanes that read the same address are counted each.
         barriers: Executed by a block, over all blocks.
+        counts: Warp instructions by their place in the program.
         findings: What is wrong but did not end the execution, in words, with its number.
     """
 
@@ -27,6 +28,7 @@ class Report:
     issued: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
     barriers: int = 0
+    counts: list[int] = field(default_factory=list)
     findings: Counter[str] = field(default_factory=Counter)
 
     def found(self, what: str, instruction: Instruction, count: int = 1) -> None:

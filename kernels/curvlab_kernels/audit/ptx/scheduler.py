@@ -70,7 +70,8 @@ class Executable:
                     self.program, grid, batch, arguments, dynamic_shared, memory, log, report
                 )
                 _Batch(self, machine, issued).run()
-        for instruction, count in zip(self.program.instructions, issued.tolist(), strict=True):
+        report.counts = issued.tolist()
+        for instruction, count in zip(self.program.instructions, report.counts, strict=True):
             report.issued[".".join(instruction.parts)] += count
         report.issued = +report.issued
         if log is not None:
