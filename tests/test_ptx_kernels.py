@@ -56,7 +56,7 @@ def test_a_broken_kernel_is_noticed_or_gives_the_same_bits(kind):
     fates = [each.fate for each in outcomes(ARCHITECTURE, [kind], every=every, only=subject)]
     assert fates
     assert "missed" not in fates
-    if kind in ("barrier removed", "warp's barrier removed", "shuffle mask cut"):
+    if kind in ("barrier removed", "warp's barrier removed", "guard inverted", "shuffle mask cut"):
         assert set(fates) == {"flagged"}
 
 
@@ -115,10 +115,12 @@ def test_anyones_kernel_can_be_executed(architecture):
     assert report.bytes["global written"] == 4000
 
 
-def test_a_softmax_over_two_axes_of_programs_is_right():
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_a_softmax_over_two_axes_of_programs_is_right(architecture):
     x = torch.randn(6, 100)
     out = torch.empty(6, 100)
-    execute(softmax_kernel, (3, 2), x, out, 100, BLOCK=128, num_warps=2)
+    options = {"num_warps": 2, "architecture": architecture}
+    execute(softmax_kernel, (3, 2), x, out, 100, BLOCK=128, **options)
     assert torch.allclose(out, torch.softmax(x, 1), rtol=1e-6, atol=0)
 
 
@@ -136,6 +138,24 @@ def test_atomics_do_not_race():
     x, out = torch.arange(1000, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     execute(atomic_kernel, (4,), x, out, 1000, BLOCK=256)
     assert out.item() == int(x.sum())
+
+
+@triton.jit
+def histogram_kernel(x, out, n, ATOMIC: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    counted = out + tl.load(x + at, mask=at < n, other=0)
+    if ATOMIC:
+        tl.atomic_add(counted, 1, mask=at < n)
+    else:
+        tl.store(counted, tl.load(counted, mask=at < n) + 1, mask=at < n)
+
+
+def test_a_histogram_is_right_with_atomics_and_races_without():
+    x, out = torch.arange(1000, dtype=torch.int32) ** 2 % 10, torch.zeros(10, dtype=torch.int32)
+    execute(histogram_kernel, (4,), x, out, 1000, ATOMIC=True, BLOCK=256)
+    assert torch.equal(out.long(), torch.bincount(x, minlength=10))
+    with pytest.raises(Fault, match="race in global memory"):
+        execute(histogram_kernel, (4,), x, out, 1000, ATOMIC=False, BLOCK=256)
 
 
 def test_instructions_of_tensor_cores_are_refused_by_name():

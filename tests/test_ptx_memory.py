@@ -335,6 +335,15 @@ def test_a_reduction_gives_every_lane_its_warps_total():
     assert out.tolist() == [sum(range(32))] * 32 + [sum(range(32, 64))] * 32
 
 
+def test_of_floats_the_largest_is_found_and_nan_loses_or_wins():
+    out = np.zeros(32, np.float32)
+    body = "cvt.rn.f32.u32 %r2, %t; setp.eq.u32 %p1, %t, 5; @%p1 mov.b32 %r2, 0f7FC00000;"
+    run(body + "redux.sync.max.f32 %r1, %r2, -1;" + STORE, out)
+    assert out.tolist() == [31.0] * 32
+    run(body + "redux.sync.min.NaN.f32 %r1, %r2, -1;" + STORE, out)
+    assert np.isnan(out).all()
+
+
 def test_a_matrix_load_by_a_part_of_a_warp_is_found():
     body = "mov.u32 %r9, buffer; setp.lt.u32 %p1, %t, 16;"
     body += "@%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r9];"

@@ -55,7 +55,7 @@ def subtract(
     scales: Tensor | None,
     sums: Tensor | None = None,
     unless: Unless | None = None,
-    judge: tuple[Tensor, Tensor] | None = None,
+    judge: tuple[Tensor, Unless] | None = None,
 ) -> None:
     """One launch of ``g -= M' c``. ``m >= 1`` and ``b >= 1``.
 
@@ -64,7 +64,7 @@ def subtract(
             ``FEW`` of them, which every program adds up for itself in the same order.
         sums: Receives the coefficients ``(b, m)`` added up from partial sums.
         judge: ``M g`` and ``||g||^2`` ``(b, m + 1)``, or partial sums of them, and what receives
-            the squares before and after ``(2, b)``.
+            the squares before and after.
     """
     _launch(
         rows,
@@ -135,7 +135,7 @@ def _launch(
     sums: Tensor | None = None,
     squares: Tensor | None = None,
     unless: Unless | None = None,
-    judge: tuple[Tensor, Tensor] | None = None,
+    judge: tuple[Tensor, Unless] | None = None,
     mix: bool = False,
     start: int = 0,
 ) -> None:
@@ -165,7 +165,8 @@ def _launch(
         coefficients if unless is None else unless.after,
         0.0 if unless is None else unless.share,
         coefficients if judge is None else judge[0],
-        coefficients if judge is None else judge[1],
+        coefficients if judge is None else judge[1].before,
+        coefficients if judge is None else judge[1].after,
         m,
         b,
         start + n,
@@ -307,7 +308,8 @@ def apply_kernel(
     after,
     share: tl.float64,
     products,
-    left,
+    found_before,
+    found_after,
     m,
     count,
     n: tl.int64,
@@ -346,8 +348,8 @@ def apply_kernel(
                 squares_before, squares_after = judged(products, coefficients, vector, m, count,
                                                        chunks, ROWS, CHUNKS)
                 # fmt: on
-                tl.store(left + vector, squares_before)
-                tl.store(left + count + vector, squares_after)
+                tl.store(found_before + vector, squares_before)
+                tl.store(found_after + vector, squares_after)
     # fmt: off
     if (tile_index + 1) * BLOCK <= n:
         apply_tile(rows, scales, coefficients, vectors, target, sums, squares, v0, m, count, n,

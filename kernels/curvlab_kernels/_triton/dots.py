@@ -46,6 +46,13 @@ class Unless(NamedTuple):
     share: float
 
 
+def undecided(b: int, share: float, device: torch.device) -> Unless:
+    """A condition on ``b`` vectors for a kernel to fill in."""
+    # On multiples of 16 bytes: kernels are compiled once for all addresses that are.
+    left = torch.empty(2, b + b % 2, dtype=torch.float64, device=device)
+    return Unless(left[0], left[1], share)
+
+
 def coefficients(rows: Tensor, vectors: Tensor, scales: Tensor | None = None) -> Tensor:
     """``c = M g``, float64: ``(m,)`` for vectors ``(n,)``, ``(b, m)`` for ``(b, n)``."""
     m = rows.shape[0]

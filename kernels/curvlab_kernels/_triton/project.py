@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels._triton.apply import subtract
-from curvlab_kernels._triton.dots import FEW, Unless, partial_coefficients
+from curvlab_kernels._triton.dots import FEW, Unless, partial_coefficients, undecided
 from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels._triton.tiles import work_dtype
 from curvlab_kernels.algebra import INSIDE, solve
@@ -46,15 +46,14 @@ def project_once_(
     """One pass: what was removed, zeros where ``unless`` held, and whether that was enough."""
     m, b = rows.shape[0], len(vectors) if vectors.ndim == 2 else 1
     shape = (*vectors.shape[:-1], m)
-    left = torch.empty(2, b, dtype=torch.float64, device=rows.device)
-    enough = Unless(left[0], left[1], INSIDE)
+    enough = undecided(b, INSIDE, rows.device)
     if m == 0 or vectors.numel() == 0:
         return vectors.new_zeros(shape, dtype=torch.float64), enough
     work = work_dtype(vectors, rows)
     partials = partial_coefficients(rows, vectors, scales, work, squares=True, unless=unless)
     weights, removed, products = finished(partials, factor)
     sums = None if weights is removed else removed
-    subtract(rows, weights, vectors, scales, sums, unless, judge=(products, left))
+    subtract(rows, weights, vectors, scales, sums, unless, judge=(products, enough))
     return removed.view(shape), enough
 
 

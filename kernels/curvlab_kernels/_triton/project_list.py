@@ -21,6 +21,7 @@ from curvlab_kernels._triton.dots import (
     mostly_left,
     products,
     store_sums,
+    undecided,
 )
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.project import finished
@@ -75,7 +76,7 @@ def project_list_once_(
     """One pass over the list, as ``project_once_`` is one over a vector."""
     partials = list_partials(rows, scales, where, example, 1, 0.0, unless)
     weights, removed, products = finished(partials, factor)
-    left = partials.new_empty(2, 1)
+    enough = undecided(1, INSIDE, rows.device)
     chosen = tile("sum short" if where.n <= SHORT else "sum", rows, work_dtype(example, rows))
     tiles = -(-where.n // chosen.columns)
     launch(
@@ -87,11 +88,12 @@ def project_list_once_(
         removed,
         where.table,
         where.index,
-        left if unless is None else unless.before,
-        left if unless is None else unless.after,
+        partials if unless is None else unless.before,
+        partials if unless is None else unless.after,
         0.0 if unless is None else unless.share,
         products,
-        left,
+        enough.before,
+        enough.after,
         rows.shape[0],
         where.n,
         rows.shape[1] // 16,
@@ -109,7 +111,7 @@ def project_list_once_(
         WORK=work_dtype(example, rows),
         reaches=where.tensors,
     )
-    return removed.view(-1), Unless(left[0], left[1], INSIDE)
+    return removed.view(-1), enough
 
 
 def list_partials(
@@ -314,7 +316,8 @@ def list_apply_kernel(
     after,
     share: tl.float64,
     products,
-    left,
+    found_before,
+    found_after,
     m,
     n: tl.int64,
     ld16: tl.int64,
@@ -336,8 +339,8 @@ def list_apply_kernel(
             return
     if start == 0:
         squares = judged(products, coefficients, start, m, 1, chunks, ROWS, CHUNKS)
-        tl.store(left, squares[0])
-        tl.store(left + 1, squares[1])
+        tl.store(found_before, squares[0])
+        tl.store(found_after, squares[1])
     # fmt: off
     removed = list_combination(rows, scales, coefficients, sums, m, n, ld16 * 16, scale_ld, start,
                                chunks, ROWS, BLOCK, CHUNKS, SCALED, SPLIT, WORK)

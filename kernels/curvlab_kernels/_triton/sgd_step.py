@@ -14,7 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from curvlab_kernels._triton.combination import judged
-from curvlab_kernels._triton.dots import FEW, Unless, mostly_left, partial_coefficients
+from curvlab_kernels._triton.dots import (
+    FEW,
+    Unless,
+    mostly_left,
+    partial_coefficients,
+    undecided,
+)
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.project import finished
 from curvlab_kernels._triton.project_list import ELEMENTS, list_combination, list_partials
@@ -93,8 +99,7 @@ class Step:
         self.element, self.work = ELEMENTS[example.dtype], work_dtype(example, rows)
         self.lists, self.numbers = lists, numbers
         self.rest = example.new_empty(where.n if len(rows) else 1)
-        left = example.new_empty(2, 1, dtype=torch.float64)
-        self.enough = Unless(left[0], left[1], INSIDE)
+        self.enough = undecided(1, INSIDE, rows.device)
 
     def take(self, partials: Tensor, factor: Tensor | None, unless: Unless | None = None) -> Tensor:
         """One launch; returns the coefficients removed ``(m,)``."""
@@ -167,7 +172,7 @@ def sgd_kernel(
     share: tl.float64,
     inside: tl.float64,
     products,
-    rest,
+    scratch,
     lr: tl.float64,
     weight_decay: tl.float64,
     momentum: tl.float64,
@@ -206,16 +211,16 @@ def sgd_kernel(
         offset, meets, address = segment(table, number, start, BLOCK, LISTS)
         parameter_at = elements(address + 1, offset, BLOCK, ELEMENT)
         parameter = tl.load(parameter_at, mask=meets, other=0.0)
-        rest_at = rest + start + tl.arange(0, BLOCK)
+        scratch_at = scratch + start + tl.arange(0, BLOCK)
         if share > 0:
-            step = tl.load(rest_at, mask=meets, other=0.0)
+            step = tl.load(scratch_at, mask=meets, other=0.0)
         else:
             step = tl.load(elements(address, offset, BLOCK, ELEMENT), mask=meets, other=0.0)
             if DECAY:
                 step += tl.full([], weight_decay, ELEMENT) * parameter
         step = (step - removed).to(ELEMENT)
         if again:
-            tl.store(rest_at, step, mask=meets)
+            tl.store(scratch_at, step, mask=meets)
         else:
             if LISTS == 3:
                 buffer_at = elements(address + 2, offset, BLOCK, ELEMENT)

@@ -104,7 +104,7 @@ def close_squares(found: Unless, before: Tensor, after: Tensor) -> None:
     for actual, vectors in ((found.before, before), (found.after, after)):
         wanted = reference.norm(vectors.cpu()).square().view(-1)
         largest = float(reference.norm(before).square().max())
-        error = float((actual.cpu() - wanted).abs().max())
+        error = float((actual.cpu()[: len(wanted)] - wanted).abs().max())
         assert error <= 1e-5 * largest, f"squares: error {error:.2e} of {largest:.2e}"
 
 

@@ -7,10 +7,10 @@ more than once and ends are ragged, one where tiles are full, and small ones wit
 rows and columns. Its fate is one of
 
 - flagged: the sanitizer or the comparison with the reference objects,
-- equivalent: every launch leaves the same bits and nothing to object to, and a trap in the place
-  shows why: no index meets the bound, the guard holds for every thread, the sum adds zero, no two
-  threads conflict across the barrier,
-- same bits: the same, but no trap tells why,
+- equivalent: every launch leaves the same bits and nothing to object to, and a probe in the place
+  shows why: no index meets the bound, the guard holds for every thread, all threads store the same,
+  the sum adds zero, no two threads conflict across the barrier,
+- same bits: the same, but no probe tells why,
 - not reached: no thread comes there in any check,
 - missed: some bits differ and nobody objects.
 """
@@ -21,7 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -43,8 +43,9 @@ class Kind:
     """A way to break a kernel: what to look for, what to put there, and when it changes nothing.
 
     Attributes:
-        probe: PTX that traps where the mutation makes a difference; ``None`` if there is none.
-        reason: What it means that the probe does not trap.
+        probe: PTX that traps, or gives other bits, where the mutation makes a difference; ``None``
+            if there is none.
+        reason: What it means that the probe changes nothing.
     """
 
     name: str
@@ -59,7 +60,9 @@ def _bound(name: str, type_: str) -> Kind:
         name,
         rf"setp\.lt\.{type_}(\s+%p\d+, ([^,;]+), ([^,;]+);)",
         lambda m: f"setp.le.{type_}{m[1]}",
-        lambda m: f"{{ .reg .pred %probe; setp.eq.{type_} %probe, {m[2]}, {m[3]}; @%probe trap; }}",
+        lambda m: (
+            f"{{ .reg .pred %probe; setp.eq.{type_} %probe, {m[2]}, {m[3]}; @%probe trap; }} {m[0]}"
+        ),
         "no index meets the bound",
     )
 
@@ -75,12 +78,18 @@ KINDS = (
     ),
     _bound("bound off by one", "s64"),
     _bound("bound of rows off by one", "s32"),
-    Kind("guard inverted", rf"@(%p\d+)(\s+{_MEMORY})", lambda m: f"@!{m[1]}{m[2]}"),
+    Kind(
+        "guard inverted",
+        rf"@(%p\d+)(\s+{_MEMORY})",
+        lambda m: f"@!{m[1]}{m[2]}",
+        lambda m: m[2],
+        "every thread stores the same",
+    ),
     Kind(
         "guard removed",
         rf"@(%p\d+)(\s+{_MEMORY})",
         lambda m: m[2],
-        lambda m: f"@!{m[1]} trap;",
+        lambda m: f"@!{m[1]} trap; {m[0]}",
         "the guard holds",
     ),
     Kind("shuffle mask cut", r"(shfl\.sync[^;]*), -1;", lambda m: f"{m[1]}, 65535;"),
@@ -100,7 +109,7 @@ KINDS = (
         lambda m: f"mov.b64 {m[1]}, {m[2]};",
         lambda m: (
             f"{{ .reg .pred %probe; setp.neu.f64 %probe, {m[3]}, 0d0000000000000000; "
-            "@%probe trap; }"
+            f"@%probe trap; }} {m[0]}"
         ),
         "the sum adds zero",
     ),
@@ -120,7 +129,7 @@ class Outcome:
 
 Check = Callable[[torch.device], None]
 # Rows and columns, few, so that the last ones are once those of every thread.
-_SMALL = tuple((1 + i % 8, 513 + i) for i in range(16))
+_SMALL = tuple((1 + i if i < 8 else 8 + 7 * (i - 7), 513 + i) for i in range(16))
 
 
 def subjects() -> dict[str, tuple[Check, ...]]:
@@ -241,12 +250,11 @@ class Kernel:
         if kind.probe is None:
             return "same bits"
         try:
-            probe = self._with(place, f"{kind.probe(place)} {place[0]}")
-            for recorded in reaching:
-                self._run(probe, partial(recorded.replay, self.architecture))
+            probe = self._with(place, kind.probe(place))
+            same = [self._run(probe, partial(each.replay, self.architecture)) for each in reaching]
         except Fault:
             return "same bits"
-        return f"equivalent: {kind.reason}"
+        return f"equivalent: {kind.reason}" if all(same) else "same bits"
 
     def _with(self, place: re.Match[str], text: str) -> Loaded:
         begin, end = place.span()
@@ -268,10 +276,11 @@ def _whole(check: Check, architecture: int) -> bool:
     return True
 
 
-def kernels(checks: Sequence[Check], architecture: int) -> list[Kernel]:
+@lru_cache(maxsize=2)
+def kernels(subject: str, architecture: int) -> list[Kernel]:
     """Run sound checks; the kernels that they launch, with all that is needed to launch them."""
     found: dict[tuple[object, ...], Kernel] = {}
-    for check in checks:
+    for check in subjects()[subject]:
 
         def run(launch: Launch, check: Check = check) -> None:
             before = [tensor.clone() for tensor in _tensors(launch)]
@@ -299,10 +308,8 @@ def outcomes(
         only: Subjects whose name contains this.
     """
     chosen = [kind for kind in KINDS if not kinds or kind.name in kinds]
-    for name, checks in subjects().items():
-        if only not in name:
-            continue
-        for kernel in kernels(checks, architecture):
+    for name in [name for name in subjects() if only in name]:
+        for kernel in kernels(name, architecture):
             ptx = kernel.loaded.ptx
             body = ptx[: ptx.rindex("ret;")]
             for kind in chosen:

@@ -147,15 +147,29 @@ _REDUCE: dict[str, np.ufunc] = {
 }
 
 
+# Of floats NaN loses, or with ``NaN`` wins.
+_REDUCE_FLOATS: dict[tuple[str, ...], np.ufunc] = {
+    ("min",): np.fmin,
+    ("max",): np.fmax,
+    ("min", "NaN"): np.minimum,
+    ("max", "NaN"): np.maximum,
+}
+
+
 def reduce(program: Program, instruction: Instruction) -> Step:
     """``redux.sync``: one result for all lanes of a warp."""
-    parts = instruction.parts
-    if len(parts) != 4 or parts[2] not in _REDUCE or parts[3] not in ("s32", "u32", "b32"):
+    _, *operation, kind = instruction.parts[1:]
+    if kind == "f32":
+        found = _REDUCE_FLOATS.get(tuple(operation))
+    else:
+        known = len(operation) == 1 and kind in ("s32", "u32", "b32")
+        found = _REDUCE.get(operation[0]) if known else None
+    if instruction.parts[1] != "sync" or found is None:
         raise instruction.unknown()
+    function = found
     write = writer(program, instruction.operands[0])
-    read = reader(program, instruction.operands[1], parts[3])
+    read = reader(program, instruction.operands[1], kind)
     named = reader(program, instruction.operands[2], "u32")
-    function = _REDUCE[parts[2]]
 
     def run(machine: Machine, mask: Mask) -> None:
         machine.whole_warps(mask, instruction)  # a part of a warp would need its own total
