@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels import _triton, reference
-from curvlab_kernels._triton.dots import Unless
 from curvlab_kernels._triton.project import project_once_
 from curvlab_kernels._triton.project_list import list_partials, project_list_once_
 from curvlab_kernels._triton.segments import segments
@@ -78,6 +77,8 @@ def checks() -> Iterator[Check]:
         for what in ("vector", "block", "list", "sgd"):
             yield Check(f"inside-{what}-{name}", partial(inside, what, dtype, vectors))
     yield Check("inside-long", partial(inside, "vector", torch.float32, torch.float32, n=66049))
+    for what in ("vector", "block", "list", "sgd"):
+        yield Check(f"squares-{what}", partial(squares, what, 9, 1025, torch.float32))
     yield Check("lists-with-strides", strided)
     yield Check("sgd-plain", partial(sgd_step, 17, 1025, torch.float32, 0.0, 0.0))
     yield Check("sgd-decay", partial(sgd_step, 3, 65, torch.float32, 0.1, 0.0))
@@ -97,15 +98,6 @@ def close(actual: Tensor, expected: Tensor, scale: float, dtype: torch.dtype, wh
     allowed = TOLERANCE[dtype] * scale
     # Written so that a NaN fails.
     assert error <= allowed, f"{what}: error {error:.2e}, allowed {allowed:.2e}"
-
-
-def close_squares(found: Unless, before: Tensor, after: Tensor) -> None:
-    """Raise unless ``found`` has the squares of vectors before a projection and after it."""
-    for actual, vectors in ((found.before, before), (found.after, after)):
-        wanted = reference.norm(vectors.cpu()).square().view(-1)
-        largest = float(reference.norm(before).square().max())
-        error = float((actual.cpu()[: len(wanted)] - wanted).abs().max())
-        assert error <= 1e-5 * largest, f"squares: error {error:.2e} of {largest:.2e}"
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -162,12 +154,8 @@ def project(
     removed = _triton.project_(
         rows.to(device), actual, moved(factor, device), moved(scales, device)
     )
-    whole, again = expected.clone(), expected.to(device, copy=True)
     close(removed, reference.project_(rows, expected, factor, scales), length, kind, "coefficients")
     close(actual, expected, largest, kind, "vector")
-    if m and expected.numel():  # what decides whether a second pass follows
-        once = project_once_(rows.to(device), again, moved(factor, device), moved(scales, device))
-        close_squares(once[1], whole, again)
 
 
 def separate(m: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -244,6 +232,34 @@ def inside(
     assert lost <= LEAK[kind], f"what was removed is off by {lost:.1e}"
 
 
+def squares(what: str, m: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Squares before and after a pass: what decides whether another follows."""
+    rows, scales = basis(m, n, dtype)
+    kind, decay = default_vectors(dtype), 0.1
+    stored = rows.to(device), moved(scales, device)
+    shape = (5, n) if what == "block" else (n,)
+    before = random(*shape, seed=2, dtype=kind)
+    after = before.to(device, copy=True)
+    if what in ("vector", "block"):
+        found = project_once_(stored[0], after, None, stored[1])[1]
+    elif what == "list":
+        cut = [piece.clone() for piece in torch.split(after, [7, n - 7])]
+        found = project_list_once_(*stored, segments(cut), None, cut[0])[1]
+        after = torch.cat(cut)
+    else:
+        slopes = [piece.clone() for piece in torch.split(after, [7, n - 7])]
+        weights, buffers = ([torch.ones_like(piece) for piece in slopes] for _ in range(2))
+        where = segments(slopes, weights, buffers)
+        step = Step(*stored, where, slopes[0], 3, (1.0, decay, 0.0))
+        step.take(list_partials(*stored, where, slopes[0], 3, decay), None)
+        found, before, after = step.enough, before + decay, torch.cat(buffers)
+    largest = float(reference.norm(before).square().max())
+    for actual, vectors in ((found.before, before), (found.after, after)):
+        wanted = reference.norm(vectors.cpu()).square().view(-1)
+        error = float((actual.cpu()[: len(wanted)] - wanted).abs().max())
+        assert error <= 1e-6 * largest, f"squares: error {error:.1e} of {largest:.1e}"
+
+
 def strided(device: torch.device) -> None:
     """Tensors of a list whose memory is not in the order of their elements, or has gaps."""
     shapes, n = ((3, 5, 7), (4, 6), (11,)), 140
@@ -281,11 +297,7 @@ def project_list(m: int, n: int, dtype: torch.dtype, device: torch.device) -> No
     expected = pieces(n, 2, kind)
     actual = [tensor.to(device, copy=True) for tensor in expected]
     length = float(reference.norm(torch.cat(expected)))
-    again = [tensor.to(device, copy=True) for tensor in expected]
-    stored = rows.to(device), moved(scales, device)
-    once = project_list_once_(*stored, segments(again), None, again[0])
-    close_squares(once[1], torch.cat(expected), torch.cat(again))
-    removed = _triton.project_list_(stored[0], actual, None, stored[1])
+    removed = _triton.project_list_(rows.to(device), actual, None, moved(scales, device))
     wanted = reference.project_list_(rows, expected, None, scales)
     close(removed, wanted, length, kind, "coefficients")
     close(torch.cat(actual), torch.cat(expected), 5.0, kind, "tensors")
@@ -309,14 +321,6 @@ def sgd_step(
     factor = gram_factor(rows, scales, n) if corrected else None
     numbers = (0.1, decay, momentum)
     buffers = actual[2] if momentum else []
-    if m:
-        lists = [[each.to(device, copy=True) for each in wanted[i]] for i in (1, 0)]
-        stored, where = (rows.to(device), moved(scales, device)), segments(*lists)
-        step = Step(*stored, where, lists[0][0], 2, (1.0, decay, 0.0))
-        step.take(list_partials(*stored, where, lists[0][0], 2, decay), moved(factor, device))
-        before, after = (torch.cat(each).double() for each in (wanted[0], lists[1]))
-        rest = before - after.cpu()
-        close_squares(step.enough, torch.cat(wanted[1]).double() + decay * before, rest)
     removed = _triton.sgd_step_(
         rows.to(device),
         actual[0],

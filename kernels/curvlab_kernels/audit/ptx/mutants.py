@@ -137,38 +137,48 @@ def subjects() -> dict[str, tuple[Check, ...]]:
     f32, f16, i8 = torch.float32, torch.float16, torch.int8
     project, project_list = agreement.project, agreement.project_list
     sgd_step, orthogonal = agreement.sgd_step, agreement_orthogonal
-    inside = agreement.inside
+    inside, squares = agreement.inside, agreement.squares
     return {
         "project float32": (
             partial(project, 17, 16001, f32),
             partial(project, 32, 4096, f32),
             partial(inside, "vector", f32, f32),
+            partial(squares, "vector", 17, 16001, f32),
             *(partial(project, m, n, f32) for m, n in _SMALL),
         ),
         "project int8": (
             partial(project, 17, 33001, i8),
             partial(project, 32, 8192, i8),
+            partial(squares, "vector", 17, 33001, i8),
             *(partial(project, m, n, i8) for m, n in _SMALL),
         ),
-        "project long int8": (partial(project, 5, 66049, i8), partial(project, 8, 67584, i8)),
+        "project long int8": (
+            partial(project, 5, 66049, i8),
+            partial(project, 8, 67584, i8),
+            partial(squares, "vector", 5, 66049, i8),
+        ),
         "project block float16": (
             partial(project, 17, 5001, f16, count=5),
             partial(project, 32, 2048, f16, count=8),
+            partial(squares, "block", 17, 5001, f16),
             *(partial(project, m, n, f16, count=4) for m, n in _SMALL),
         ),
         "project list float32": (
             partial(project_list, 17, 16001, f32),
             partial(project_list, 32, 4096, f32),
             partial(inside, "list", f32, f32),
+            partial(squares, "list", 17, 16001, f32),
             *(partial(project_list, m, n, f32) for m, n in _SMALL),
         ),
         "SGD step int8": (
             partial(sgd_step, 5, 67001, i8, 0.1, 0.9),
             partial(sgd_step, 8, 68096, i8, 0.1, 0.9),
+            partial(squares, "sgd", 5, 67001, i8),
         ),
         "SGD step float32": (
             partial(sgd_step, 5, 4001, f32, 0.1, 0.9),
             partial(inside, "sgd", f32, f32),
+            partial(squares, "sgd", 5, 4001, f32),
             *(partial(sgd_step, m, n, f32, 0.1, 0.9) for m, n in _SMALL),
         ),
         "orthonormalise float32": (
