@@ -14,8 +14,8 @@ from curvlab_kernels import _triton, use_shapes
 from curvlab_kernels._triton import shapes
 from curvlab_kernels._triton.launch import recorded
 from curvlab_kernels._triton.shapes import Shapes, Tile, Use
-from curvlab_kernels.audit.model import traffic
 from curvlab_kernels.audit import tune
+from curvlab_kernels.audit.model import traffic
 
 from tests import pretend_device
 

@@ -241,23 +241,22 @@ def squares(what: str, m: int, n: int, dtype: torch.dtype, device: torch.device)
     before = random(*shape, seed=2, dtype=kind)
     after = before.to(device, copy=True)
     if what in ("vector", "block"):
-        found = project_once_(stored[0], after, None, stored[1])[1]
+        removed, found = project_once_(stored[0], after, None, stored[1])
     elif what == "list":
-        cut = [piece.clone() for piece in torch.split(after, [7, n - 7])]
-        found = project_list_once_(*stored, segments(cut), None, cut[0])[1]
-        after = torch.cat(cut)
+        cut = list(torch.split(after, [7, n - 7]))
+        removed, found = project_list_once_(*stored, segments(cut), None, cut[0])
     else:
-        slopes = [piece.clone() for piece in torch.split(after, [7, n - 7])]
+        slopes = list(torch.split(after, [7, n - 7]))
         weights, buffers = ([torch.ones_like(piece) for piece in slopes] for _ in range(2))
         where = segments(slopes, weights, buffers)
         step = Step(*stored, where, slopes[0], 3, (1.0, decay, 0.0))
-        step.take(list_partials(*stored, where, slopes[0], 3, decay), None)
-        found, before, after = step.enough, before + decay, torch.cat(buffers)
-    largest = float(reference.norm(before).square().max())
-    for actual, vectors in ((found.before, before), (found.after, after)):
-        wanted = reference.norm(vectors.cpu()).square().view(-1)
-        error = float((actual.cpu()[: len(wanted)] - wanted).abs().max())
-        assert error <= 1e-6 * largest, f"squares: error {error:.1e} of {largest:.1e}"
+        removed = step.take(list_partials(*stored, where, slopes[0], 3, decay), None)
+        found, before = step.enough, before + torch.full_like(before, decay)
+    was = reference.norm(before).square().view(-1)
+    left = was - removed.cpu().square().sum(-1)
+    for actual, wanted in ((found.before, was), (found.after, left)):
+        error = float((actual.cpu()[: len(wanted)] - wanted).abs().max() / was.max())
+        assert error <= 1e-13, f"squares: relative error {error:.1e}"
 
 
 def strided(device: torch.device) -> None:
