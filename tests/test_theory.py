@@ -18,9 +18,7 @@ from curvlab.metrics import (
 )
 from curvlab.nets import mlp
 from curvlab.tasks import Samples, Task
-from curvlab.training import Schedule, learn
-from tests.dense_truth import Dense
-from tests.paper_theory import (
+from curvlab.theory import (
     label_only_residual,
     null_space,
     penalised_update,
@@ -32,6 +30,8 @@ from tests.paper_theory import (
     slope_score,
     softmax_curvature,
 )
+from curvlab.training import Schedule, learn
+from tests.dense_truth import Dense
 
 
 def low_rank(n, rank, generator):

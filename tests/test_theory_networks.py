@@ -13,7 +13,7 @@ from curvlab.metrics import (
 )
 from curvlab.nets import mlp
 from curvlab.parameters import layout_of, parameter_vector, select_parameters
-from tests.paper_theory import (
+from curvlab.theory import (
     softmax_curvature,
 )
 

@@ -43,7 +43,7 @@ MODULES = (
     "curvlab.protection",
     "curvlab.learners", "curvlab.training", "curvlab.metrics", "curvlab.nets", "curvlab.tasks",
     "curvlab.losses", "curvlab.distributed", "curvlab.plan", "curvlab.doctor", "curvlab.plots",
-    "curvlab.parameters", "curvlab.batches", "curvlab.probe", "curvlab.refusals",
+    "curvlab.theory", "curvlab.parameters", "curvlab.batches", "curvlab.probe", "curvlab.refusals",
     "curvlab.storage", "curvlab_kernels.ops", "curvlab_kernels.reference",
     "curvlab_kernels.audit.ptx", "curvlab.bench.problem", "curvlab.bench.solvers",
     "curvlab.bench.contest", "curvlab.bench.leaderboard", "curvlab.bench.timing",

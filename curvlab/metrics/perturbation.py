@@ -5,7 +5,7 @@ s(r) = |L(theta + r v) - L(theta)| / mean over mu of |L(theta + r mu/|mu|) - L(t
 At a minimum of a quadratic loss s is the same at every radius, lambda P / tr(H) for an eigenvector
 of eigenvalue lambda. Where a gradient is left it takes over as r -> 0 and the plateau is lost:
 s -> |g'v| / (|g| sqrt(2 / (pi P))), which is about 1 or less for a v unrelated to g. Read a
-plateau only at a converged model (the closed forms are in ``tests/paper_theory.py``).
+plateau only at a converged model (:func:`curvlab.theory.plateau_score` and `slope_score`).
 
 Outside its ball the published score goes to 1. Cross-entropy need not do that: in a ReLU network of
 L layers the loss grows like r^L along every direction, and s tends to a constant that has nothing
