@@ -43,16 +43,15 @@ class Spent:
 
 def spent(results: Sequence[Result], experiment: Experiment, size: str) -> Spent | None:
     """What ``experiment`` took at ``size``; ``None`` where ``results`` do not say."""
-    config = experiment.sizes[size]
     own = {
         result.seed: result.seconds
         for result in results
-        if result.label == experiment.label
-        and result.key == key_of(experiment.label, config, result.seed, experiment.version)
+        if result.label == experiment.label and result.key == experiment.key(size, result.seed)
     }
     if not own:
         return None
-    needed = dict.fromkeys(() if experiment.trainings is None else experiment.trainings(config))
+    trainings = experiment.trainings
+    needed = dict.fromkeys(() if trainings is None else trainings(experiment.sizes[size]))
     shares = [_share(results, training, own) for training in needed]
     known = [share for share in shares if share is not None]
     # what they branch from is a training of its own; older results have none

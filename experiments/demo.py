@@ -32,7 +32,7 @@ from experiments.registry import EXPERIMENTS
 from experiments.report import write
 from experiments.rotated import forgotten, learned, outcome, square
 from experiments.shelf import Shelf
-from experiments.store import COMMITTED, Store, make_result
+from experiments.store import COMMITTED, Store
 from experiments.tables import Metrics, Table
 from experiments.verdicts import Claim, Values, ordered
 
@@ -183,11 +183,12 @@ def report(config: Config, metrics: BySeed, seconds: float, out: Path) -> Path:
     """The page of this run and of the committed results, in ``out/report``."""
     shown, store = replace(EXPERIMENT, sizes={"demo": config}), Store(out / "results")
     store.file.unlink(missing_ok=True)  # of the last demonstration
-    store.append([
-        make_result(EXPERIMENT.label, "demo", seed, config, one, seconds / len(metrics),
-                    EXPERIMENT.version, "make demo")
-        for seed, one in metrics.items()
-    ])  # fmt: skip
+    store.append(
+        [
+            shown.result("demo", seed, one, seconds / len(metrics), "make demo")
+            for seed, one in metrics.items()
+        ]
+    )
     store.merge(Store(COMMITTED))
     return write(store, out / "report", [shown, *EXPERIMENTS])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.shelf import Shelf, Training
+from experiments.store import Result, key_of, make_result
 from experiments.tables import Metrics, Table
 from experiments.verdicts import Claim, Quote, untested
 
@@ -22,6 +23,7 @@ PAPERS = ("half", "few", "raw", "full")
 SEEDS = (11, 13, 21, 33, 55)  # the paper's
 
 BySeed = Mapping[int, Metrics]
+FIRST = "1"  # the version of everything that never changed
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Experiment:
             all seeds side by side, and with ``--jobs`` different ones in different processes.
         also: Further labels of the paper that this experiment answers.
         version: Raised when a change of the code changes the metrics: old results stop counting.
+            Results also stop counting when the version of a training changes.
     """
 
     label: str
@@ -61,7 +64,7 @@ class Experiment:
     figure: Callable[[Any, BySeed, Path], None] | None = None
     trainings: Callable[[Any], Sequence[Training]] | None = None
     also: tuple[str, ...] = ()
-    version: str = "1"
+    version: str = FIRST
 
     def judged(self, size: str, metrics: BySeed) -> tuple[list[Table], list[Claim]]:
         """Tables, and a verdict on every statement of the paper and every check of our own."""
@@ -71,6 +74,23 @@ class Experiment:
         known = {claim.says for claim in found}
         rest = [untested(quote, "not run") for quote in self.quotes if quote not in known]
         return tables, [*found, *rest]
+
+    def code(self, size: str) -> str:
+        """The version of the code behind a result: its own, and those of its trainings."""
+        trainings = () if self.trainings is None else self.trainings(self.sizes[size])
+        changed = sorted({one.version for one in trainings} - {FIRST})
+        return "; ".join([self.version, *(f"trained by {version}" for version in changed)])
+
+    def key(self, size: str, seed: int) -> str:
+        """Of the result line of ``seed``."""
+        return key_of(self.label, self.sizes[size], seed, self.code(size))
+
+    def result(
+        self, size: str, seed: int, metrics: Metrics, seconds: float, command: str
+    ) -> Result:
+        """A result line of this checkout, now."""
+        return make_result(self.label, size, seed, self.sizes[size], metrics, seconds,
+                           self.code(size), command)  # fmt: skip
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from curvlab.training import Run
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.figures import curve, legend, panels, save
 from experiments.paper import HIGH
-from experiments.rotated import DEMO, FULL, NORMALISED, SMALL, learned, lower_rows
+from experiments.rotated import DEMO, FULL, RAW, SMALL, learned, lower_rows
 from experiments.shelf import Shelf, Training
 from experiments.tables import Metrics, Table
 from experiments.verdicts import Claim, Quote, holds, untested
@@ -244,8 +244,8 @@ EXPERIMENT = experiment(
     {
         "demo": Config(DEMO.training(HIGH), tasks=2, per_decade=2),
         "scaled": Config(SMALL.training(HIGH)),
-        "raw": Config(FULL.training(HIGH)),
-        "full": Config(NORMALISED.training(HIGH)),
+        "raw": Config(RAW.training(HIGH)),
+        "full": Config(FULL.training(HIGH)),
     },
     {"demo": "20 s", "scaled": "2 min", "raw": "4 min", "full": "4 min"},
     (STEEPER, OUTSIDE, STABLE),

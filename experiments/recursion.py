@@ -13,7 +13,7 @@ from curvlab.metrics import average_forgetting, current_accuracy, loss_forgettin
 from experiments.curvature import expansion
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.paper import HIGH, LOW
-from experiments.rotated import DEMO, FULL, NORMALISED, RATES, SMALL, Rotated, outcome, square
+from experiments.rotated import DEMO, FULL, RATES, RAW, SMALL, Rotated, outcome, square
 from experiments.shelf import Shelf
 from experiments.tables import Metrics, Table
 from experiments.verdicts import Claim, Quote, Values, brief, ordered
@@ -102,8 +102,8 @@ EXPERIMENT = Experiment(
     sizes={
         "demo": Config(DEMO),
         "scaled": Config(SMALL),
-        "raw": Config(),
-        "full": Config(NORMALISED),
+        "raw": Config(RAW),
+        "full": Config(),
     },
     run=run,
     tables=tables,

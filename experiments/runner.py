@@ -20,7 +20,7 @@ import torch
 from experiments.experiment import Experiment
 from experiments.registry import find
 from experiments.shelf import Shelf, Training
-from experiments.store import Result, Store, key_of, make_result
+from experiments.store import Result, Store
 from experiments.tables import Metrics
 
 
@@ -63,11 +63,9 @@ class Work:
 
 def results_of(store: Store, experiment: Experiment, size: str) -> dict[int, Result]:
     """The newest result of every seed that belongs to the present configuration and version."""
-    config = experiment.sizes[size]
     found: dict[int, Result] = {}
     for result in store.results():
-        wanted = key_of(experiment.label, config, result.seed, experiment.version)
-        if result.label == experiment.label and result.key == wanted:
+        if result.label == experiment.label and result.key == experiment.key(size, result.seed):
             found[result.seed] = result
     return dict(sorted(found.items()))
 
@@ -81,7 +79,7 @@ def measure(work: Work, place: Place) -> dict[int, Metrics]:
         shelf.runs(work.training, work.seeds)
         return {}
     config = experiment.sizes[work.size]
-    with store.locked(f"label-{key_of(experiment.label, config, 0, experiment.version)}"):
+    with store.locked(f"label-{experiment.key(work.size, 0)}"):
         known = results_of(store, experiment, work.size)
         missing = [seed for seed in work.seeds if seed not in known]
         for training in _trainings(experiment, config) if missing else ():
@@ -90,10 +88,7 @@ def measure(work: Work, place: Place) -> dict[int, Metrics]:
             began = time.process_time()
             [metrics] = experiment.run(config, [seed], shelf).values()
             seconds = time.process_time() - began
-            store.append([
-                make_result(experiment.label, work.size, seed, config, metrics, seconds,
-                            experiment.version, command)
-            ])  # fmt: skip
+            store.append([experiment.result(work.size, seed, metrics, seconds, command)])
     known = results_of(store, experiment, work.size)
     return {seed: known[seed].metrics for seed in work.seeds}
 

@@ -17,8 +17,8 @@ from experiments.paper import HIGH, LOW
 from experiments.rotated import (
     DEMO,
     FULL,
-    NORMALISED,
     RATES,
+    RAW,
     SMALL,
     Rotated,
     learned,
@@ -128,8 +128,8 @@ EXPERIMENT = Experiment(
     sizes={
         "demo": Config(DEMO),
         "scaled": Config(SMALL),
-        "raw": Config(),
-        "full": Config(NORMALISED),
+        "raw": Config(RAW),
+        "full": Config(),
     },
     run=run,
     tables=tables,

@@ -30,7 +30,7 @@ from experiments.registry import find
 from experiments.report import write
 from experiments.rotated import square
 from experiments.shelf import Shelf, Training
-from experiments.store import Store, make_result
+from experiments.store import Store
 from experiments.verdicts import VERDICTS
 
 SEEDS = (11, 13)
@@ -232,10 +232,9 @@ def test_the_page_of_these_labels_is_made_from_the_results_alone(store, tmp_path
     experiment = replace(cifar10.EXPERIMENT, sizes={"demo": config})
     metrics, *_ = finish(experiment, config, store)
     results = Store(tmp_path / "results")  # without runs/
-    results.append([
-        make_result(experiment.label, "demo", seed, config, one, 1.0, experiment.version, "typed")
-        for seed, one in metrics.items()
-    ])  # fmt: skip
+    results.append(
+        [experiment.result("demo", seed, one, 1.0, "typed") for seed, one in metrics.items()]
+    )
     text = write(results, tmp_path / "out", [experiment]).read_text()
     assert "Table:acc-C10" in text
     assert "ResNet, SGD†-4" in text

@@ -17,6 +17,7 @@ import torch
 from curvlab.storage import StorageError, load_tensors
 from experiments import registry
 from experiments.__main__ import main
+from experiments.choices import NETWORKS
 from experiments.experiment import Experiment
 from experiments.runner import Place, Work, measure, results_of, shard, trainings_of
 from experiments.shelf import LABEL, Shelf, Training
@@ -107,6 +108,16 @@ def test_results_of_another_configuration_or_version_do_not_count(tmp_path):
     for changed in (experiment(version="2"), experiment(power=3)):
         assert results_of(place.store, changed, "demo") == {}
     assert list(results_of(place.store, experiment(), "demo")) == [1]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_results_do_not_count_once_a_training_behind_them_has_a_new_version(tmp_path, monkeypatch):
+    place = Place(tmp_path)
+    measure(Work("tab:tiny", "demo", (1,)), place)
+    [training] = experiment().trainings(experiment().sizes["demo"])
+    name = training.network
+    monkeypatch.setitem(NETWORKS, name, replace(NETWORKS[name], version="newer"))
+    assert results_of(place.store, experiment(), "demo") == {}
 
 
 @pytest.mark.usefixtures("tiny")
