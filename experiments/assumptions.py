@@ -21,8 +21,10 @@ from experiments.paper import HIGH, LOW
 from experiments.rotated import (
     DEMO,
     FEW,
+    FEW_RAW,
     FULL,
     RATES,
+    RAW,
     SMALL,
     Few,
     Rotated,
@@ -136,6 +138,7 @@ EXPERIMENT = Experiment(
         "demo": Config(DEMO, columns=200, probes=50),
         "scaled": Config(SMALL, columns=300, probes=100),
         "few": Config(few=FEW),
+        "raw": Config(RAW, few=FEW_RAW),
         "full": Config(),
     },
     run=run,
@@ -147,6 +150,7 @@ EXPERIMENT = Experiment(
         "demo": "about 3 min",
         "scaled": "about 5 min a seed",
         "few": "about 1.5 h on one core",
+        "raw": "about 2.5 h on one core",
         "full": "about 4 h on one core",
     },
 )

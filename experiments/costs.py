@@ -46,7 +46,8 @@ def spent(results: Sequence[Result], experiment: Experiment, size: str) -> Spent
     own = {
         result.seed: result.seconds
         for result in results
-        if result.label == experiment.label and result.key == experiment.key(size, result.seed)
+        if result.label == experiment.label
+        and (result.key == experiment.key(size, result.seed) or experiment.is_earlier(result, size))
     }
     if not own:
         return None

@@ -49,7 +49,8 @@ class Experiment:
             all seeds side by side, and with ``--jobs`` different ones in different processes.
         also: Further labels of the paper that this experiment answers.
         version: Raised when a change of the code changes the metrics: old results stop counting.
-            Results also stop counting when the version of a training changes.
+            When only that of a training changed, results are shown as earlier ones until they are
+            made again.
     """
 
     label: str
@@ -84,6 +85,11 @@ class Experiment:
     def key(self, size: str, seed: int) -> str:
         """Of the result line of ``seed``."""
         return key_of(self.label, self.sizes[size], seed, self.code(size))
+
+    def is_earlier(self, result: Result, size: str) -> bool:
+        """Whether a line of this configuration and version has trainings that changed since."""
+        first = key_of(self.label, self.sizes[size], result.seed, self.version)
+        return result.key == first and self.code(size) != self.version
 
     def result(
         self, size: str, seed: int, metrics: Metrics, seconds: float, command: str

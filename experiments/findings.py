@@ -42,6 +42,11 @@ class Finding:
         return {seed: result.metrics for seed, result in self.results.items()}
 
     @property
+    def earlier(self) -> list[int]:
+        """The seeds whose trainings changed since: they are due to be made again."""
+        return [s for s, one in self.results.items() if self.experiment.is_earlier(one, self.size)]
+
+    @property
     def commands(self) -> list[str]:
         return list(dict.fromkeys(result.command for result in self.results.values()))
 
@@ -75,7 +80,7 @@ def findings_of(store: Store, experiment: Experiment) -> list[Finding]:
         if size not in experiment.sizes or experiment.sizes[size] in shown:
             continue  # some are so cheap that every size is the paper's
         shown.append(experiment.sizes[size])
-        results = results_of(store, experiment, size)
+        results = results_of(store, experiment, size, earlier=True)
         took = spent(lines, experiment, size) if results else None
         if took is not None:
             metrics = {seed: result.metrics for seed, result in results.items()}

@@ -24,7 +24,7 @@ from curvlab.operators import average
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.figures import STYLES, curve, legend, panels, save
 from experiments.paper import HIGH
-from experiments.rotated import DEMO, FULL, SMALL, Rotated, learned, outcome
+from experiments.rotated import DEMO, FULL, RAW, SMALL, Rotated, learned, outcome
 from experiments.shelf import Shelf
 from experiments.tables import Metrics, Table
 from experiments.verdicts import Claim, Quote, Values, brief, holds, ordered
@@ -162,6 +162,7 @@ EXPERIMENT = Experiment(
     sizes={
         "demo": Config(DEMO, most=128, probes=2, steps=30),
         "scaled": Config(SMALL),
+        "raw": Config(RAW),
         "full": Config(),
     },
     run=run,
@@ -170,6 +171,6 @@ EXPERIMENT = Experiment(
     quotes=(EVOLUTION,),
     figure=figure,
     trainings=lambda config: [config.stream.training(config.rate)],
-    cost={"demo": "1 min", "scaled": "5 min", "full": "10 min"},
+    cost={"demo": "1 min", "scaled": "5 min", "raw": "40 min", "full": "40 min"},
     version="2",
 )

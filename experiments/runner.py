@@ -61,12 +61,20 @@ class Work:
         return f"{what} ({self.size}, seeds {' '.join(map(str, self.seeds))})"
 
 
-def results_of(store: Store, experiment: Experiment, size: str) -> dict[int, Result]:
-    """The newest result of every seed that belongs to the present configuration and version."""
-    found: dict[int, Result] = {}
-    for result in store.results():
-        if result.label == experiment.label and result.key == experiment.key(size, result.seed):
-            found[result.seed] = result
+def results_of(
+    store: Store, experiment: Experiment, size: str, *, earlier: bool = False
+) -> dict[int, Result]:
+    """The newest result of every seed that belongs to the present configuration and version.
+
+    Args:
+        store: Where to look.
+        experiment: Whose results.
+        size: One of its sizes.
+        earlier: Whether a seed without one may have a result whose trainings changed since.
+    """
+    lines = [result for result in store.results() if result.label == experiment.label]
+    found = {one.seed: one for one in lines if earlier and experiment.is_earlier(one, size)}
+    found |= {one.seed: one for one in lines if one.key == experiment.key(size, one.seed)}
     return dict(sorted(found.items()))
 
 
