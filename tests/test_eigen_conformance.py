@@ -280,3 +280,16 @@ def test_relative_to_the_norm_is_the_looser_rule():
     assert by_norm.matvecs <= by_value.matvecs
     assert (by_norm.tolerances == by_norm.tolerances[0]).all()
     assert bool(by_norm.converged.all())
+
+
+@pytest.mark.parametrize("n", [150, 290, 600])
+def test_no_search_makes_more_products_than_the_whole_matrix_takes(n):
+    values = 1.0 - torch.linspace(0, 1, n, dtype=torch.float64) ** 2 * 1e-2  # hard to tell apart
+    pairs = lanczos(FromFunction(lambda v: v * values, n, dtype=torch.float64), 2, tol=1e-6)
+    # the probe's products and the check at the end are not the search's
+    assert pairs.matvecs <= n + (5 if n < 300 else 1)
+    if n < 300:
+        assert pairs.complete
+        assert torch.allclose(pairs.values, values[:2], rtol=1e-9)
+    else:
+        assert not pairs.complete
