@@ -13,6 +13,7 @@ from curvlab.eigen.products import Products
 from curvlab.eigen.request import request
 from curvlab.eigen.run import run
 from curvlab.eigen.selection import Edge
+from curvlab.operators import FromFunction
 
 TOLERANCES = {torch.float64: (1e-3, 1e-8), torch.float32: (1e-3, 1e-4)}
 
