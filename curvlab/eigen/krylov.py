@@ -60,7 +60,7 @@ class Krylov:
         self.ragged = 0.0  # root mean square of that along a row
         self.lost = 0.0  # part of A V that compressions could not keep in H and C
         self._host = rows.device.type == "cpu"
-        self._pending: list[tuple[int, Tensor]] = []
+        self._pending: list[tuple[int, Tensor, Tensor]] = []
 
     @property
     def size(self) -> int:
@@ -82,7 +82,7 @@ class Krylov:
     @property
     def breakdown(self) -> float:
         """A product's remainder at or below this norm is rounding, not a direction."""
-        return self.breakdown_of(self.norm)
+        return self.breakdown_of(self.norm) if self.norm > 0.0 else math.inf
 
     def breakdown_of(self, length: float) -> float:
         """What rounding leaves of a vector of this norm when it is orthogonalised."""
@@ -150,24 +150,23 @@ class Krylov:
     def expand(self, product: Tensor) -> None:
         """Take ``product``, that of row ``m``, as known; it stands in row ``m + f``.
 
-        It becomes a new frontier row. Where reading its coefficients means waiting for a device,
-        they stay there until :meth:`settle`.
+        It becomes a new frontier row. Its coefficients are kept as they are until :meth:`settle`:
+        on a GPU reading them means waiting, and many at once are cheaper everywhere.
         """
         j, rows = self.multiplied, self.rows
         size = rows.size
         alone = size == j + 1
         if self.chained and alone:
             # the last length, where it is: the device is not waited for
-            beta = self._pending[-1][1][-1] if self._pending else self.coupling[j, j - 1].item()
+            beta = self._pending[-1][2] if self._pending else self.coupling[j, j - 1].item()
             _, length, coefficients = rows.lanczos_step_(product, beta)
         else:
             coefficients, length = rows.orthonormalise_(product)
         rows.admit()
         self.multiplied, self.chained = j + 1, alone
-        if self._host:
-            self._take(j, np.append(coefficients.numpy(), length.item()))
-        else:
-            self._pending.append((j, torch.cat([coefficients, length.reshape(1)])))
+        self._pending.append((j, coefficients, length))
+        if self._host and not length.item() > self.breakdown:
+            self.settle()
 
     def expand_block(self, products: Tensor) -> None:
         """The same for ``products`` ``(b, width)`` of the first ``b`` frontier rows at once."""
@@ -184,13 +183,13 @@ class Krylov:
         self.chained = False
 
     def settle(self) -> None:
-        """Bring pending coefficients to the host, in one transfer."""
+        """Record the coefficients of the last products, brought to the host in one transfer."""
         pending, self._pending = self._pending, []
         if not pending:
             return
-        lengths = [len(column) for _, column in pending]
-        columns = torch.split(torch.cat([column for _, column in pending]).cpu(), lengths)
-        for (j, _), column in zip(pending, columns, strict=True):
+        columns = torch.cat([part.reshape(-1) for _, *both in pending for part in both]).cpu()
+        lengths = [len(coefficients) + 1 for _, coefficients, _ in pending]
+        for (j, _, _), column in zip(pending, torch.split(columns, lengths), strict=True):
             if not self._take(j, column.numpy()):
                 return
 

@@ -164,12 +164,7 @@ class Solver:
     def ritz(self) -> Ritz:
         """All Ritz pairs, the wanted first in their order, with their residuals."""
         values, mixing = torch.linalg.eigh(self.krylov.projected())
-        chosen = order(values, self.request.k, self.request.which)
-        rest = torch.ones(len(values), dtype=torch.bool)
-        rest[chosen] = False
-        others = rest.nonzero().flatten()
-        rank = order(values[others], len(others), self.request.which)
-        positions = torch.cat([chosen, others[rank]])
+        positions = order(values, self.request.k, self.request.which)
         values, mixing = values[positions], mixing[:, positions]
         return Ritz(values, mixing, self.krylov.residuals(mixing))
 
@@ -199,11 +194,8 @@ class Solver:
             self._expand()
             if given > 1:
                 self._settle_start(given)
-        due = self._due()
-        if due or self.products.device.type == "cpu":
-            # Where a transfer is free the next step can have its recurrence: a reading less.
+        if self._due():
             krylov.settle()
-        if due:
             require_rounding(self.products, krylov, self.limit, self.request.seed)
             self._judge()
 
