@@ -399,6 +399,7 @@ class Solver:
             return
         if self.products.count % max(1, krylov.multiplied // 64):  # the eigenproblems of a large T
             return
+        krylov.settle()
         ritz = self.ritz()
         allowed = self.allowed(ritz.values[:k])
         late = ritz.residuals[:k] > allowed
