@@ -291,6 +291,16 @@ def test_no_search_makes_more_products_than_the_whole_matrix_takes(n):
     assert pairs.matvecs <= n + (5 if n < 300 else 1)
     if n < 300:
         assert pairs.complete
-        assert torch.allclose(pairs.values, values[:2], rtol=1e-9)
+        assert torch.allclose(pairs.values, values[:2], rtol=1e-6)
     else:
         assert not pairs.complete
+
+
+@pytest.mark.parametrize("apart", [2e-4, 5e-3])
+def test_values_that_tol_does_not_tell_apart_are_said_to_be_open(apart):
+    bulk = np.linspace(-0.5, 0.5, 1000)
+    spectrum = Diagonal(np.concatenate([[5, 4, 3, -1.1, 1.1 * (1 + apart)], bulk]))
+    pairs = lanczos(spectrum, 4, tol=1e-3)
+    assert pairs.complete
+    assert ("which of them is the 4th is open" in pairs.reason) == (apart < 1e-3)
+    assert abs(abs(float(pairs.values[3])) / (1.1 * (1 + apart)) - 1) < 1e-3
