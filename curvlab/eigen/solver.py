@@ -156,6 +156,12 @@ class Solver:
         self.spent = self.products.spent
         self.whole = True
 
+    def settle(self) -> None:
+        """Record what the last products have shown, as a checkpoint needs it."""
+        self.whole = False
+        self.krylov.settle()
+        self.whole = True
+
     def finish(self, outcome: Outcome, reason: str) -> None:
         """End the solve; the pairs are those found so far."""
         self.krylov.settle()
@@ -397,7 +403,7 @@ class Solver:
         krylov, k = self.krylov, self.request.k
         if krylov.frontier == 1 or krylov.multiplied < k:  # rows that were given come in order
             return
-        if self.products.count % max(1, krylov.multiplied // 64):  # the eigenproblems of a large T
+        if self.products.spent % max(1, krylov.multiplied // 64):  # the eigenproblems of a large T
             return
         krylov.settle()
         ritz = self.ritz()
