@@ -150,8 +150,8 @@ class Krylov:
     def expand(self, product: Tensor) -> None:
         """Take ``product``, that of row ``m``, as known; it stands in row ``m + f``.
 
-        It becomes a new frontier row. Its coefficients are kept as they are until :meth:`settle`:
-        on a GPU reading them means waiting, and many at once are cheaper everywhere.
+        It becomes a new frontier row. Where reading its coefficients means waiting for a device,
+        they stay there until :meth:`settle`.
         """
         j, rows = self.multiplied, self.rows
         size = rows.size
@@ -165,7 +165,7 @@ class Krylov:
         rows.admit()
         self.multiplied, self.chained = j + 1, alone
         self._pending.append((j, coefficients, length))
-        if self._host and not length.item() > self.breakdown:
+        if self._host:
             self.settle()
 
     def expand_block(self, products: Tensor) -> None:

@@ -413,7 +413,11 @@ class Solver:
         columns = ritz.mixing[:, :k][:, late] / allowed[late] if emerging is None else emerging
         remainder = krylov.coupling[krylov.multiplied : krylov.size, : krylov.multiplied] @ columns
         if float(remainder.abs().sum()) > 0.0:
-            krylov.lead(torch.linalg.svd(remainder, full_matrices=False).U[:, 0])
+            weights = torch.linalg.svd(remainder, full_matrices=False).U[:, 0]
+            if (
+                float(weights[1:].norm()) > 1e-8
+            ):  # else a solve that is resumed has it there already
+                krylov.lead(weights)
 
     def _add(self, vector: Tensor) -> bool:
         vector = vector.to(self.products.device, copy=True)
