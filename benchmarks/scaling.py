@@ -19,6 +19,7 @@ from benchmarks.measure import Row, format_table, read_rows
 from curvlab.nets.vit import VisionTransformer
 from curvlab.plan import MACHINES, scaled
 from curvlab.plan.cost import counted
+from curvlab.plan.in_shards import counted_in_shards
 
 
 def vit_b() -> nn.Module:
@@ -34,6 +35,11 @@ def vit_l() -> nn.Module:
 def decoder_7b() -> nn.Module:
     """A decoder of the usual shape: 32 blocks, 4,096 features, 6.7e9 parameters."""
     return Decoder(32_000, 4096, 32, 32, 11_008)
+
+
+def decoder_1b() -> nn.Module:
+    """The same shape with 24 blocks and 2,048 features: 1.4e9 parameters."""
+    return Decoder(32_000, 2048, 24, 16, 5632)
 
 
 def images() -> tuple[Tensor, Tensor]:
@@ -90,7 +96,12 @@ class Block(nn.Module):
         return result
 
 
-MODELS = {"vit_b": (vit_b, images), "vit_l": (vit_l, images), "decoder_7b": (decoder_7b, text)}
+MODELS = {
+    "vit_b": (vit_b, images),
+    "vit_l": (vit_l, images),
+    "decoder_1b": (decoder_1b, text),
+    "decoder_7b": (decoder_7b, text),
+}
 HEADER = ["model", "n", "params", "graph", "rows", "peak", "fits", "s each", "min", "talking",
           "M f32", "M int8"]  # fmt: skip
 
@@ -101,9 +112,13 @@ def lines_of(name: str, samples: int = 1000, k: int = 10, tasks: int = 20) -> li
     machine = MACHINES["a100"]
     with torch.device("meta"):
         model = make()
-    unit = counted(model, cross_entropy, batch(), machine)
+    shards = name.startswith("decoder")
     lines = []
-    for ranks in (1, 8, 64):
+    for ranks in (8, 64, 256) if shards else (1, 8, 64):
+        if shards:
+            unit = counted_in_shards(model, cross_entropy, batch(), machine, ranks)
+        else:
+            unit = counted(model, cross_entropy, batch(), machine)
         found = scaled(unit, samples, k, 1e-3, tasks, machine.memory, ranks, machine.link)
         gigabytes = [found.parameters, found.graph, found.solver, found.peak]
         lines.append(

@@ -267,6 +267,9 @@ def test_eig_above_a_threshold_gives_all_of_them(run):
                          "--out", "none.safetensors")  # fmt: skip
     assert code == 0, err
     assert run("eig", *NET, "--above", 1.0, "--which", "both")[0] == 2
+    code, _, err = run("eig", *NET, "--above", 1.0, "--k", 5)
+    assert code == 2
+    assert "not allowed with argument" in err  # it took no notice of --k
 
 
 def test_rerun_takes_only_whole_options_of_verbs_that_make_files(run, place):

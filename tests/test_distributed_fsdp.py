@@ -15,6 +15,7 @@ from curvlab.distributed.divided import Divided, Placeholder
 from curvlab.eigen import lanczos
 from curvlab.operators import GaussNewton, Hessian
 from curvlab.operators.own import own_copy
+from curvlab.operators.products.sizing import LiveBytes
 from curvlab.parameters import layout_of
 
 pytestmark = pytest.mark.distributed
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.distributed
 RANKS = [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))]
 KINDS = {"Hessian": Hessian, "GaussNewton": GaussNewton}
 WORDS, WIDTH, LENGTH, SAMPLES = 11, 6, 5, 9
+BLOCKS = 16
 
 
 class Layer(nn.Module):
@@ -180,9 +182,24 @@ def solve(group: Any) -> dict[str, Any]:
     }
 
 
+def peak(group: Any) -> float:
+    """Bytes of one product at its worst, in units of the whole parameters."""
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(96, 96), nn.Tanh()) for _ in range(BLOCKS)]
+    model = fully(nn.Sequential(*layers), meshes(group)["one"])
+    sample = torch.randn(1, 96), torch.zeros(1, dtype=torch.int64)
+    operator = Hessian(model, cross_entropy, sample, check=False)
+    operator._keep = 0
+    shard = torch.ones(operator.vector_space.width)
+    shard[operator.vector_space.held :] = 0.0
+    with LiveBytes() as live:
+        operator @ shard
+    return live.peak / (4 * operator.n)
+
+
 def everything(group: Any) -> Any:
     try:
-        return {"products": products(group), "solve": solve(group)}
+        return {"products": products(group), "solve": solve(group), "peak": peak(group)}
     except Exception:
         return traceback.format_exc()
 
@@ -225,3 +242,10 @@ def test_a_solve_on_shards_is_certified_and_leaves_the_model_alone(ranks: int) -
         assert solved["certificate"]
         assert solved["width"] == solved["shard"]
         assert solved["untouched"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_product_holds_its_share_of_the_vectors_and_a_few_times_one_block(ranks: int) -> None:
+    for found in everyone(ranks):
+        # gradient, images and result in shards; a block's parameters, direction, gradient, sums
+        assert found["peak"] <= 4.0 / ranks + 6.0 / BLOCKS

@@ -13,6 +13,7 @@ from curvlab.eigen.products import Products
 from curvlab.eigen.request import request
 from curvlab.eigen.run import run
 from curvlab.eigen.selection import Edge
+from curvlab.operators import FromFunction
 
 TOLERANCES = {torch.float64: (1e-3, 1e-8), torch.float32: (1e-3, 1e-4)}
 
@@ -280,3 +281,26 @@ def test_relative_to_the_norm_is_the_looser_rule():
     assert by_norm.matvecs <= by_value.matvecs
     assert (by_norm.tolerances == by_norm.tolerances[0]).all()
     assert bool(by_norm.converged.all())
+
+
+@pytest.mark.parametrize("n", [150, 290, 600])
+def test_no_search_makes_more_products_than_the_whole_matrix_takes(n):
+    values = 1.0 - torch.linspace(0, 1, n, dtype=torch.float64) ** 2 * 1e-2  # hard to tell apart
+    pairs = lanczos(FromFunction(lambda v: v * values, n, dtype=torch.float64), 2, tol=1e-6)
+    # the probe's products and the check at the end are not the search's
+    assert pairs.matvecs <= n + (5 if n < 300 else 1)
+    if n < 300:
+        assert pairs.complete
+        assert torch.allclose(pairs.values, values[:2], rtol=1e-6)
+    else:
+        assert not pairs.complete
+
+
+@pytest.mark.parametrize("apart", [2e-4, 5e-3])
+def test_values_that_tol_does_not_tell_apart_are_said_to_be_open(apart):
+    bulk = np.linspace(-0.5, 0.5, 1000)
+    spectrum = Diagonal(np.concatenate([[5, 4, 3, -1.1, 1.1 * (1 + apart)], bulk]))
+    pairs = lanczos(spectrum, 4, tol=1e-3)
+    assert pairs.complete
+    assert ("which of them is the 4th is open" in pairs.reason) == (apart < 1e-3)
+    assert abs(abs(float(pairs.values[3])) / (1.1 * (1 + apart)) - 1) < 1e-3

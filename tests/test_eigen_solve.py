@@ -128,3 +128,20 @@ def test_an_operator_that_returns_nan_later_is_an_error():
 
     with pytest.raises(ValueError, match="NaN"):
         solve(FromFunction(product, 30), torch.ones(30), tol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e200, 1e-200])
+@pytest.mark.parametrize("with_pairs", [False, True])
+def test_an_operator_far_from_one_is_solved_like_one_that_is_not(scale, with_pairs):
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randn(40, 40, generator=generator, dtype=torch.float64)
+    matrix = half @ half.T / 40 + torch.eye(40, dtype=torch.float64)
+    b = torch.randn(40, generator=generator, dtype=torch.float64)
+    far = FromFunction(lambda v: matrix @ v * scale, 40, dtype=torch.float64)
+    pairs = lanczos(matrix * scale, 3) if with_pairs else None
+    found = solve(far, b, damping=0.5 * scale, pairs=pairs, tol=1e-9)
+    exact = torch.linalg.solve(matrix + 0.5 * torch.eye(40, dtype=torch.float64), b)
+    assert found.converged
+    assert torch.allclose(found.x * scale, exact, rtol=1e-7)
+    with pytest.raises(ValueError, match=r"damping above [12]\.[0-9]*e[+-](200|199)"):
+        solve(FromFunction(lambda v: -(far @ v), 40, dtype=torch.float64), b)

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from curvlab.cli.demo import digits
 from curvlab.eigen import SpectrumTracker, lanczos
 from curvlab.nets import mlp
-from curvlab.operators import Hessian
+from curvlab.operators import FromFunction, Hessian
 
 
 def trained(steps, lr, model, data):
@@ -55,3 +55,38 @@ def test_the_tracker_starts_from_the_last_vectors_and_finds_what_a_fresh_solve_f
         assert torch.allclose(found.values, wanted, rtol=1e-9)
         assert found.complete
     assert tracker.table().shape == (3, 4)
+
+
+def test_rows_that_nearly_are_eigenvectors_are_multiplied_once_each():
+    n, k = 2000, 8
+    values = torch.cat([torch.linspace(20, 10, k), torch.linspace(-1, 1, n - k)]).double()
+    operator = FromFunction(lambda v: v * values, n, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    moved = torch.eye(k, n, dtype=torch.float64)
+    moved += 1e-5 * torch.randn(k, n, generator=generator, dtype=torch.float64)
+    pairs = lanczos(operator, k, tol=1e-3, v0=moved, certify=False)
+    # four of the probe, and one that looks at the operator again at the end
+    assert pairs.matvecs == 4 + k + 1
+    assert torch.allclose(pairs.values, values[:k], rtol=1e-6)
+    far = moved + 3e-3 * torch.randn(k, n, generator=generator, dtype=torch.float64)
+    cold, warm = (lanczos(operator, k, tol=1e-3, v0=v0, certify=False) for v0 in (None, far))
+    assert 4 + k + 1 < warm.matvecs < cold.matvecs
+    assert bool(warm.converged.all())
+
+
+@pytest.mark.parametrize("held", [2, 3, 7])
+def test_rows_that_lack_pairs_or_hold_others_cost_no_more_than_nothing(held):
+    n, k = 3000, 8
+    top = torch.logspace(1.5, 0.5, 2 * k)
+    values = torch.cat([top, torch.linspace(-1, 1, n - 2 * k)]).double()
+    operator = FromFunction(lambda v: v * values, n, dtype=torch.float64)
+    rows = torch.eye(n, dtype=torch.float64)[:held]
+    others = torch.eye(n, dtype=torch.float64)[100 : 100 + k - held]
+    cold, short, mixed = (
+        lanczos(operator, k, v0=v0) for v0 in (None, rows, torch.cat([rows, others]))
+    )
+    assert short.matvecs <= cold.matvecs + 1  # the chance of a random start
+    assert mixed.matvecs <= cold.matvecs + 2
+    for pairs in (short, mixed):
+        assert pairs.complete
+        assert torch.allclose(pairs.values, values[:k], rtol=1e-3)

@@ -15,12 +15,13 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 def eig(parser: ArgumentParser) -> None:
     _model(parser)
-    parser.add_argument("--k", type=whole(1), default=10, help="how many pairs (10)")
-    parser.add_argument(
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument("--k", type=whole(1), default=10, help="how many pairs (10)")
+    number.add_argument(
         "--above",
         type=float,
         metavar="T",
-        help="all beyond T (as --which says) in place of k: 2 / lr, say",
+        help="all beyond T (as --which says), however many: 2 / lr, say",
     )
     parser.add_argument("--tol", type=between(0.0, 1.0), default=1e-3, help="residual (1e-3)")
     parser.add_argument("--which", choices=("LM", "LA", "SA", "both"), default="LM")

@@ -69,7 +69,7 @@ def solve_dense(products: Products, request: Request) -> Eigenpairs:
     # The deflated directions were moved to the upper end.
     values, columns = values[: products.room], columns[:, : products.room]
     norm = float(values.abs().max())
-    chosen = order(values.cpu(), request.k, request.which).to(values.device)
+    chosen = order(values.cpu(), request.k, request.which)[: request.k].to(values.device)
     values, stored = values[chosen], columns[:, chosen].T.to(products.operator.dtype).contiguous()
     rest = stored.double() @ matrix.T - values[:, None] * stored.double()
     residuals = torch.linalg.vector_norm(rest, dim=1) + (products.eps + products.error) * norm

@@ -15,9 +15,9 @@ from torch import Tensor
 from curvlab.eigen.noise import rounding
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products, orthogonality
+from curvlab.eigen.request import Request
 from curvlab.eigen.result import Eigenpairs, Judgement, judge, tolerances
 from curvlab.eigen.solver import Ritz, Solver
-from curvlab.operators import Curvature, Dense
 from curvlab.probe import RAGGED, OperatorError
 
 
@@ -57,6 +57,8 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
     )
     outcome, reason = _ending(solver, judged, residuals)
     settled = outcome.converged and bool(judged.converged.all())
+    if settled and (more := _ties(ritz.values, k, request)):
+        reason += f" ({more} more within tol of the last: which of them is the {k}th is open)"
     device, unit = products.device, products.unit
     return Eigenpairs(
         space=products.space,
@@ -81,6 +83,18 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
         relative_to=request.relative_to,
         certificate=solver.certificate,
     )
+
+
+def _ties(values: Tensor, k: int, request: Request) -> int:
+    """How many of the unwanted Ritz ``values`` are as far out as the last wanted one, within tol.
+
+    A tolerance for residuals is one for values: which of two that are nearer to each other is the
+    larger has not been settled, and completeness does not speak of them.
+    """
+    if request.which == "both" or not 0 < k < len(values) or request.relative_to != "value":
+        return 0
+    outwards = {"LM": values.abs(), "LA": values, "SA": -values}[request.which]
+    return int((outwards[k:] >= outwards[k - 1] - request.tol * values[k - 1].abs()).sum())
 
 
 def _ending(solver: Solver, judged: Judgement, residuals: Tensor) -> tuple[Outcome, str]:
@@ -128,13 +142,14 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     products were made, and any loss that rounding does not explain: the difference is a random
     mixture of the pairs' own losses, and rarely shorter than any of them. With one it is that of
     the oldest row, to which a right operator gives the same answer as before. One that was copied
-    when it was made, such as a curvature of a model, is not asked again.
+    when it was made, a matrix or a curvature of a model, is not asked again.
     """
     products, krylov = solver.products, solver.krylov
     m, size = krylov.multiplied, krylov.size
+    if products.frozen or m == 0:
+        return
     if solver.request.certify.copies:
-        spent = products.spent >= solver.request.max_products
-        if spent or m == 0 or isinstance(products.operator, Dense | Curvature):
+        if products.spent >= solver.request.max_products:
             return
         weights = torch.eye(m, 1, dtype=torch.float64).flatten()
     else:

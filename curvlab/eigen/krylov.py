@@ -18,6 +18,7 @@ operator that drifts, is noisy or is not symmetric.
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -58,7 +59,8 @@ class Krylov:
         self.rounding = 0.0  # norm of a product's rounding, where it had to be measured
         self.ragged = 0.0  # root mean square of that along a row
         self.lost = 0.0  # part of A V that compressions could not keep in H and C
-        self._pending: list[tuple[int, Tensor]] = []
+        self._host = rows.device.type == "cpu"
+        self._pending: list[tuple[int, Tensor, Tensor]] = []
 
     @property
     def size(self) -> int:
@@ -80,7 +82,7 @@ class Krylov:
     @property
     def breakdown(self) -> float:
         """A product's remainder at or below this norm is rounding, not a direction."""
-        return self.breakdown_of(self.norm)
+        return self.breakdown_of(self.norm) if self.norm > 0.0 else math.inf
 
     def breakdown_of(self, length: float) -> float:
         """What rounding leaves of a vector of this norm when it is orthogonalised."""
@@ -126,31 +128,45 @@ class Krylov:
         self.chained = False
         return True
 
-    def promote(self, index: int) -> None:
-        """Make frontier row ``index`` (counted from ``m``) the next to be multiplied."""
-        if index == 0:
-            return
-        first, other = self.multiplied, self.multiplied + index
-        self.rows.swap(first, other)
-        self.coupling[[first, other]] = self.coupling[[other, first]]
+    def lead(self, weights: Tensor) -> None:
+        """Turn the frontier so that its first row, the next to be multiplied, is this mixture.
+
+        Args:
+            weights: Of the frontier's rows, ``(f,)``, float64; of any length but 0.
+        """
+        m, size = self.multiplied, self.size
+        turned = reflection(weights)
+        old = self.rows.rows(m, size).double()
+        for index, row in enumerate(turned.to(old.device) @ old, m):
+            self.rows.put(index, row)
+        self.coupling[m:size] = turned @ self.coupling[m:size]
         self.chained = False
+
+    def drop(self, size: int) -> None:
+        """Forget frontier rows after the first ``size`` rows: nothing may couple to them."""
+        self.rows.truncate(size)
+        self.coupling[size:] = 0.0
 
     def expand(self, product: Tensor) -> None:
         """Take ``product``, that of row ``m``, as known; it stands in row ``m + f``.
 
-        It becomes a new frontier row. Its coefficients stay on the device until :meth:`settle`.
+        It becomes a new frontier row. Where reading its coefficients means waiting for a device,
+        they stay there until :meth:`settle`.
         """
-        if self.chained and self.frontier == 1:
-            known = self.coupling[self.multiplied, self.multiplied - 1]
+        j, rows = self.multiplied, self.rows
+        size = rows.size
+        alone = size == j + 1
+        if self.chained and alone:
             # the last length, where it is: the device is not waited for
-            beta = self._pending[-1][1][-1] if self._pending else float(known)
-            _, length, coefficients = self.rows.lanczos_step_(product, beta)
+            beta = self._pending[-1][2] if self._pending else self.coupling[j, j - 1].item()
+            _, length, coefficients = rows.lanczos_step_(product, beta)
         else:
-            coefficients, length = self.rows.orthonormalise_(product)
-        self._pending.append((self.multiplied, torch.cat([coefficients, length.reshape(1)])))
-        self.rows.admit()
-        self.multiplied += 1
-        self.chained = self.frontier == 1
+            coefficients, length = rows.orthonormalise_(product)
+        rows.admit()
+        self.multiplied, self.chained = j + 1, alone
+        self._pending.append((j, coefficients, length))
+        if self._host:
+            self.settle()
 
     def expand_block(self, products: Tensor) -> None:
         """The same for ``products`` ``(b, width)`` of the first ``b`` frontier rows at once."""
@@ -160,55 +176,56 @@ class Krylov:
         for vector in new[self.rows.orthonormalise_block_(new)]:
             self.rows.row(self.size).copy_(vector)
             self.rows.admit()
-        columns = self.rows.coefficients(products).cpu()
+        columns = self.rows.coefficients(products).cpu().numpy()
         for j, column in enumerate(columns):
-            self._record(self.multiplied + j, column, self.size)
+            self._record(self.multiplied + j, column)
         self.multiplied += len(products)
         self.chained = False
 
-    def settle(self) -> bool:
-        """Bring pending coefficients to the host in one transfer; False if the chain broke down.
-
-        After a breakdown the rows from the first exhausted direction on are forgotten.
-        """
-        if not self._pending:
-            return True
+    def settle(self) -> None:
+        """Record the coefficients of the last products, brought to the host in one transfer."""
         pending, self._pending = self._pending, []
-        columns = [column for _, column in pending]
-        if columns[0].device.type != "cpu":
-            together, lengths = torch.cat(columns).cpu(), [len(column) for column in columns]
-            columns = list(torch.split(together, lengths))
-        for (j, _), column in zip(pending, columns, strict=True):
-            # j + f rows stood before the product, where f is the number of frontier rows
-            size = column.shape[0] - 1
-            self._record(j, column, size + 1)
-            if float(column[-1]) <= self.breakdown:
-                self.multiplied = j + 1
-                self.rows.truncate(size)
-                self.coupling[size, : self.multiplied] = 0.0
-                self.chained = False
-                return False
-        return True
+        if not pending:
+            return
+        columns = torch.cat([part.reshape(-1) for _, *both in pending for part in both]).cpu()
+        lengths = [len(coefficients) + 1 for _, coefficients, _ in pending]
+        for (j, _, _), column in zip(pending, torch.split(columns, lengths), strict=True):
+            if not self._take(j, column.numpy()):
+                return
 
-    def _record(self, j: int, column: Tensor, size: int) -> None:
-        length = math.sqrt(float(column @ column))
+    def _take(self, j: int, column: np.ndarray) -> bool:
+        """Record a product's coefficients and the length that they left, the last of ``column``.
+
+        Returns:
+            False if there was nothing left: the rows from there on are forgotten.
+        """
+        self._record(j, column)
+        if column[-1] > self.breakdown:
+            return True
+        size = len(column) - 1
+        self.multiplied, self.chained = j + 1, False
+        self.rows.truncate(size)
+        self.coupling[size, : self.multiplied] = 0.0
+        return False
+
+    def _record(self, j: int, column: np.ndarray) -> None:
+        length = math.sqrt(column @ column)
         if not math.isfinite(length):
             raise OperatorError(_NOT_FINITE)
         self.norm = max(self.norm, length)
-        self.coupling[:, j] = 0.0
-        self.coupling[:size, j] = column
+        coupling = self.coupling.numpy()
+        coupling[: len(column), j] = column
+        coupling[len(column) :, j] = 0.0
         if j == 0:
             return
-        difference = column[:j] - self.coupling[j, :j]
-        unknown = 0
-        if len(self.aside_coupling):
+        difference = column[:j] - coupling[j, :j]
+        unknown = len(self.aside_coupling)
+        if unknown:
             # v_j may overlap what is set aside. How far is not measured, but every earlier row sees
             # the same overlap: as many unknowns as rows aside, j equations.
-            known = self.aside_coupling[:, :j].T
-            shared = _within(known, difference)
-            self.coupling[j, :j] += shared
+            shared = _within(self.aside_coupling.numpy()[:, :j].T, difference)
+            coupling[j, :j] += shared
             difference = difference - shared
-            unknown = len(self.aside_coupling)
         self.asymmetry_squares += float(difference @ difference)
         self.asymmetry_count += max(0, j - unknown)
 
@@ -296,14 +313,22 @@ class Krylov:
         self.chained = False
 
 
-def _within(columns: Tensor, vector: Tensor) -> Tensor:
+def reflection(weights: Tensor) -> Tensor:
+    """The orthogonal matrix ``(f, f)``, its own inverse, with a multiple of ``weights`` on top."""
+    mirror = weights / weights.norm()
+    mirror[0] += 1.0 if float(mirror[0]) >= 0.0 else -1.0
+    turned = torch.eye(len(weights), dtype=torch.float64)
+    return turned - torch.outer(mirror, mirror) * (2.0 / float(mirror @ mirror))
+
+
+def _within(columns: np.ndarray, vector: np.ndarray) -> np.ndarray:
     """The part of ``vector`` ``(j,)`` in the span of ``columns`` ``(j, d)``."""
     if columns.shape[1] == 1:  # as it mostly is: one product in place of a call of LAPACK
         column = columns[:, 0]
-        square = float(column @ column)
-        return column * (float(column @ vector) / square) if square > 0.0 else 0.0 * column
-    solution: Tensor = torch.linalg.lstsq(columns, vector[:, None], driver="gelsd").solution
-    return (columns @ solution).flatten()
+        square = column @ column
+        return column * (column @ vector / square if square > 0.0 else 0.0)
+    found: np.ndarray = columns @ np.linalg.lstsq(columns, vector, rcond=None)[0]
+    return found
 
 
 _NOT_FINITE = (

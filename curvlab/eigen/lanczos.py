@@ -62,11 +62,11 @@ def lanczos(
         relative_to: Each pair's own ``"value"``, or the ``"norm"`` of the operator.
         deflate: Directions to leave out: a curvlab ``Basis`` or orthonormal rows ``(q, n)``. The
             pairs are those of ``P A P``.
-        v0: Start from a vector ``(n,)`` or from rows ``(b, n)``, such as earlier eigenvectors,
-            which are added up.
+        v0: Start from a vector ``(n,)`` or from rows ``(b, n)``, such as earlier eigenvectors: from
+            their sum, or where they nearly are eigenvectors still, from all of them.
         seed: Of the random vectors.
         max_products: Products after which the solve ends, certification included (default
-            ``max(1000, 50 k)``).
+            ``max(1000, 50 k)``, and not more than ``n``).
         certify: Whether to look for hidden copies until they are excluded; ``Certify(...)`` says
             with what doubt and for how many products.
         room: ``Room(rows=, bytes=, file=)``: what the working rows may take, and where they are.

@@ -11,7 +11,7 @@ import torch
 from curvlab_kernels.block import gram
 from torch import Tensor
 
-from curvlab.operators import Dense, Operator
+from curvlab.operators import Curvature, Dense, Operator
 from curvlab.probe import (
     Certificate,
     LinearOperator,
@@ -52,6 +52,7 @@ class Products:
         error: Relative error of a product, as the probe measured it.
         exponent: Products are those of ``A`` by two to the power of minus this; not 0 only where
             ``near_one`` is asked for and squares of ``A`` would not be numbers.
+        frozen: Whether it is a copy that nobody changes, and changes nothing itself.
         dtype: Of the working vectors: float64 for a float64 operator, else float32.
         space: Where they live; ``width`` of their ``n`` elements are held here.
     """
@@ -70,6 +71,7 @@ class Products:
         self.device = torch.device(operator.device)
         self.dtype = torch.float64 if operator.dtype == torch.float64 else torch.float32
         self.eps = float(torch.finfo(operator.dtype).eps)
+        self.frozen = isinstance(operator, Dense | Curvature)
         self.count = self.overhead = 0
         self.error = 0.0
         self.deflation = _deflation(deflate, self)
@@ -118,7 +120,7 @@ class Products:
 
     def into(self, vectors: Tensor, targets: Tensor) -> None:
         """``targets = P A vectors``; both ``(width,)`` or ``(b, width)``, already in P's range."""
-        given = vectors.to(self.operator.dtype, copy=True)
+        given = vectors.to(self.operator.dtype, copy=not self.frozen)
         result = self.operator @ given
         self.count += 1 if vectors.ndim == 1 else vectors.shape[0]
         require_image(result, vectors)

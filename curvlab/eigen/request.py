@@ -124,15 +124,20 @@ def request(
         raise TypeError(f"certify= is True, False or Certify(...); got {type(certify).__name__}")
     if not isinstance(room, Room | None):
         raise TypeError(f"room= is Room(rows=, bytes=, file=); got {type(room).__name__}")
+    given = quota(products, k, block, room or Room(), certify.copies)
+    budget = product_budget(max_products, k)
+    if max_products is None and given.search < products.room:
+        # No more than the whole matrix takes; a basis of the whole space needs no limit for that.
+        budget = min(budget, products.room)
     return Request(
         k=k,
         which=which,
         tol=tol,
         relative_to=relative_to,
         seed=seed,
-        max_products=product_budget(max_products, k),
+        max_products=budget,
         certify=certify,
-        quota=quota(products, k, block, room or Room(), certify.copies),
+        quota=given,
         block=block,
         stride=1 if products.device.type == "cpu" or block > 1 else 4,
     )

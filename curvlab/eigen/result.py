@@ -71,8 +71,11 @@ class Eigenpairs:
         vectors: Shape ``(k, width)``, orthonormal rows; ``width`` is ``n``, but in shards.
         residuals: Shape ``(k,)``, float64, upper bounds of ``||A v - value v||``.
         converged: Shape ``(k,)``, bool.
-        complete: Whether no eigenvalue that belongs among these is missing, copies included, except
-            with probability ``doubt``. False means that it was not checked or could not be shown.
+        complete: Whether no eigenvalue is missing that lies further out than the last of these by
+            more than its tolerance, copies included, except with probability ``doubt``. One that is
+            nearer to the last (``reason`` says so where one is in sight) may stand in its place: of
+            1.1085 and -1.1087 at ``tol=1e-3`` either may be called the larger. False means that it
+            was not checked or could not be shown.
         doubt: Bound on the probability that ``complete`` is wrong; 0 when every direction of the
             space was examined, 1 when completeness was not shown.
         orthogonality: Largest element of ``|V V' - I|``.

@@ -16,6 +16,7 @@ from curvlab.operators.products.free import free_bytes
 from curvlab.rows import MappedFile, Rows, Tier
 
 SMALL = 6  # times the usual rows a space without restarts may have
+WHOLE = 300  # dimensions up to which it has none in any case
 RESERVE = 32  # rows for a chain that looks for hidden copies
 LEAST_RESERVE = 8  # the same when memory is short
 PASSING = 4  # vectors in the making: what is multiplied, its product, copies of them
@@ -59,11 +60,11 @@ class Quota:
 def usual_rows(k: int, n: int, block: int = 1) -> int:
     """Rows of the search when nothing else is said.
 
-    In a small space they are as many as it has directions: a search that restarts could make more
-    products than there are.
+    In a small space they are as many as it has directions, so that there are never more products
+    than that: a search that restarts could make them.
     """
     usual = max(2 * k + 32, 3 * k + 12) + 2 * (block - 1)
-    return n + block if n <= SMALL * usual else usual
+    return n + block if n <= max(WHOLE, SMALL * usual) else usual
 
 
 def solve_bytes(rows: int, k: int, width: int, dtype: torch.dtype) -> int:

@@ -85,6 +85,7 @@ def iterate(
                 if stop.requested:
                     raise KeyboardInterrupt
                 if every is not None and solver.products.spent - saved >= every:
+                    solver.settle()
                     save()
                     saved = solver.products.spent
                 solver.step()

@@ -19,21 +19,23 @@ def check_which(which: str) -> None:
 
 
 def order(values: Tensor, k: int, which: str) -> Tensor:
-    """Positions of the ``k`` wanted among ``values`` ``(m,)``, in the order of the result.
+    """Positions of all ``values`` ``(m,)``: the ``k`` wanted in the order of the result come first.
 
-    ``"LM"`` by decreasing magnitude, ``"LA"`` and ``"both"`` decreasing, ``"SA"`` increasing.
-    ``"both"`` takes one more from the upper end when ``k`` is odd.
+    ``"LM"`` by decreasing magnitude, ``"LA"`` decreasing, ``"SA"`` increasing. ``"both"`` takes one
+    more from the upper end when ``k`` is odd, decreasing; those after them are from either end.
     """
-    if which == "LM":
-        return values.abs().argsort(descending=True, stable=True)[:k]
-    ascending = values.argsort(stable=True)
-    if which == "SA":
-        return ascending[:k]
-    descending = ascending.flip(0)
+    if which in ("LM", "SA"):
+        return (values.abs() if which == "LM" else values).argsort(
+            descending=which == "LM", stable=True
+        )
+    descending = values.argsort(stable=True).flip(0)
     if which == "LA":
-        return descending[:k]
-    k = min(k, values.shape[0])
-    return torch.cat([descending[: k - k // 2], descending[descending.shape[0] - k // 2 :]])
+        return descending
+    k = min(k, len(values))
+    upper, lower = k - k // 2, k // 2
+    rest = descending[upper : len(values) - lower]
+    inwards = torch.stack([rest, rest.flip(0)], 1).flatten()[: len(rest)]
+    return torch.cat([descending[:upper], descending[len(values) - lower :], inwards])
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from curvlab.eigen.result import Eigenpairs, NotConvergedError
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
 from curvlab.manifest import FINITE, Shape
-from curvlab.probe import OperatorError, brought_near, far_exponent
+from curvlab.probe import FAR, OperatorError, brought_near, far_exponent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,12 +95,15 @@ def solve(
         Interrupted: On Ctrl-C, with the solution so far, once it is in ``checkpoint``.
     """
     began = time.perf_counter()
-    products = Products(as_operator(operator), None)
+    products = Products(as_operator(operator), None, near_one=True)
     check_positive(max_products=max_products)
     far = far_exponent(b) if isinstance(b, Tensor) else 0
     b = brought_near(b, far) if far else b  # its squares would leave float64
     _check(products, b, damping, tol)
     products.probe(seed)
+    if products.exponent and damping > 0.0:  # of the larger of the two
+        larger = max(products.exponent, math.frexp(damping)[1])
+        products.exponent = larger if abs(larger) > FAR else 0
     digest = products.space.digest
     asked = {
         "damping": damping,
@@ -115,8 +118,9 @@ def solve(
         residual = at.residual + system.rounding
         good = residual <= tol
         reason = "converged" if good else at.ended or "it was interrupted"
+        x = brought_near(brought_near(at.x, products.exponent), -far).to(b.dtype)
         return Solution(
-            brought_near(at.x.to(b.dtype), -far),
+            x,
             residual,
             good,
             tol,
@@ -181,7 +185,7 @@ class _System:
         self, work: Work, b: Tensor, damping: float, pairs: Eigenpairs | None, budget: int
     ) -> None:
         self.work, self.products, self.space = work, work.products, work.products.space
-        self.damping, self.budget = damping, budget
+        self.damping, self.budget = math.ldexp(damping, -self.products.exponent), budget
         self.size = float(self.space.norm(b.to(self.products.dtype)))
         self.rows, self.shrink, self.inverse = self._deflation(pairs)
         wide: Shape = (torch.float64, 1, self.products.width)
@@ -189,10 +193,10 @@ class _System:
         if saved is None:
             nothing = torch.zeros(self.products.width, dtype=torch.float64, device=b.device)
             # products along deflated directions are in no step's figures
-            largest = 0.0 if pairs is None or not len(pairs) else float(pairs.values.abs().max())
+            largest = float(1.0 / self.inverse.min()) if len(self.rows) else self.damping
             start = b.to(torch.float64, copy=True)
             residual, spent = 1.0 if self.size else 0.0, self.products.spent
-            self.at = _At(nothing, start, residual, largest + damping, spent)
+            self.at = _At(nothing, start, residual, largest, spent)
         else:
             rows, facts, inner = saved.rows, saved.facts, None
             if "total" in rows:
@@ -286,11 +290,12 @@ class _System:
         self.at = following
 
     def _indefinite(self, curvature: float) -> ValueError:
-        least = self.damping - curvature
+        unit = self.products.unit
+        least = (self.damping - curvature) * unit
         return ValueError(
-            f"A + damping is not positive definite: a direction has curvature {curvature:.3g} with "
-            f"damping={self.damping:g}. Give a damping above {least:.3g}, or use a Gauss-Newton or "
-            "Fisher operator"
+            "A + damping is not positive definite: a direction has curvature "
+            f"{curvature * unit:.3g} with damping={self.damping * unit:g}. Give a damping above "
+            f"{least:.3g}, or use a Gauss-Newton or Fisher operator"
         )
 
     def _image(self, vector: Tensor) -> Tensor:
@@ -316,7 +321,8 @@ class _System:
                 f"pairs= has vectors of {pairs.vectors.shape[1]} elements; the operator's have "
                 f"{products.width}"
             )
-        shifted = pairs.values.double().to(products.device) + self.damping
+        values = brought_near(pairs.values.double().to(products.device), products.exponent)
+        shifted = values + self.damping
         if float(shifted.min()) <= 0.0:
             raise self._indefinite(float(shifted.min()))
         rows, _ = ops.quantise(pairs.vectors.to(products.dtype), products.dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvlab.eigen.hidden import Chain, emerging, known_values
-from curvlab.eigen.krylov import Krylov
+from curvlab.eigen.krylov import Krylov, reflection
 from curvlab.eigen.noise import require_rounding
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
@@ -24,6 +24,7 @@ from curvlab.eigen.room import working_rows
 from curvlab.eigen.selection import Edge, edges, order
 from curvlab.probe import Certificate, usual_limit
 
+NEAR = 8.0  # times tol that given rows may be off for Rayleigh-Ritz on them: trained MLPs
 FASTEST = 4.0  # by which a product may bring the worst residual down; networks' Hessians show 2.5
 
 
@@ -96,17 +97,43 @@ class Solver:
     def start(self, vectors: Tensor | None) -> None:
         """Begin from given rows ``(b, width)``, or from random ones.
 
-        Rows are added up, into as many as are multiplied together: earlier eigenvectors come out
-        of the sum in as many products as there are, and what is new comes with them. A chain from
-        each row would multiply every row and then every remainder.
+        The sum of the rows is multiplied first: earlier eigenvectors come out of it in as many
+        products as there are, and what is new comes with them. Where that product stays among the
+        rows, :meth:`_settle_start` multiplies the others too.
         """
         if vectors is not None:
             given = vectors.to(self.products.dtype)
             given = given / self.products.space.norm(given)[:, None].to(given.dtype)
-            for first in range(min(self.request.block, len(given))):
-                self._add(given[first :: self.request.block].sum(0))
+            block, b = self.request.block, len(given)
+            if block == 1 and self.request.k <= b and 2 * b + 8 <= self._capacity():
+                for row in given:
+                    self._add(row)
+                self.krylov.lead(torch.ones(self.krylov.frontier, dtype=torch.float64))
+            else:
+                for first in range(min(block, b)):
+                    self._add(given[first::block].sum(0))
+                if block == 1 < b and self._add_random():  # some pairs are lacking: half by chance
+                    self.krylov.lead(torch.ones(2, dtype=torch.float64))
+                    self.krylov.drop(1)
         while self.krylov.frontier < self.request.block and self._add_random():
             pass
+
+    def _settle_start(self, given: int) -> None:
+        """Are the given rows nearly eigenvectors? If not, go on from their sum alone.
+
+        Rayleigh-Ritz multiplies every row and leaves one remainder for each: the fewest products
+        where most pairs have converged then. Where the rows have moved further, the Krylov space of
+        their sum needs fewer; in between neither wins always (trained networks).
+        """
+        krylov = self.krylov
+        krylov.settle()
+        if krylov.size == given:  # not even a remainder
+            return
+        image = krylov.coupling[: given + 1, 0]
+        values = reflection(torch.ones(given, dtype=torch.float64)) @ image[:given]
+        if float(image[-1]) > NEAR * self.request.tol * given**0.5 * float(values.abs().min()):
+            krylov.lead(image[1:].clone())
+            krylov.drop(2)
 
     def go_on(self, request: Request) -> None:
         """Take up a solve that has ended: for more pairs, or to look for hidden copies."""
@@ -129,6 +156,12 @@ class Solver:
         self.spent = self.products.spent
         self.whole = True
 
+    def settle(self) -> None:
+        """Record what the last products have shown, as a checkpoint needs it."""
+        self.whole = False
+        self.krylov.settle()
+        self.whole = True
+
     def finish(self, outcome: Outcome, reason: str) -> None:
         """End the solve; the pairs are those found so far."""
         self.krylov.settle()
@@ -137,12 +170,7 @@ class Solver:
     def ritz(self) -> Ritz:
         """All Ritz pairs, the wanted first in their order, with their residuals."""
         values, mixing = torch.linalg.eigh(self.krylov.projected())
-        chosen = order(values, self.request.k, self.request.which)
-        rest = torch.ones(len(values), dtype=torch.bool)
-        rest[chosen] = False
-        others = rest.nonzero().flatten()
-        rank = order(values[others], len(others), self.request.which)
-        positions = torch.cat([chosen, others[rank]])
+        positions = order(values, self.request.k, self.request.which)
         values, mixing = values[positions], mixing[:, positions]
         return Ritz(values, mixing, self.krylov.residuals(mixing))
 
@@ -167,13 +195,13 @@ class Solver:
         if self.request.block > 1:
             self._expand_block()
         else:
-            krylov.promote(self._best_frontier_row())
+            self._turn_frontier()
+            given = krylov.frontier if krylov.multiplied == 0 else 1
             self._expand()
-        due = self._due()
-        if due or self.products.device.type == "cpu":
-            # Where a transfer is free the next step can have its recurrence: a reading less.
+            if given > 1:
+                self._settle_start(given)
+        if self._due():
             krylov.settle()
-        if due:
             require_rounding(self.products, krylov, self.limit, self.request.seed)
             self._judge()
 
@@ -298,7 +326,7 @@ class Solver:
             self._expand()
         full = krylov.size + len(krylov.aside) + 1 >= krylov.capacity
         out = full or self._out_of_patience()
-        if krylov.frontier and krylov.unsettled < self.request.stride and not out:
+        if 0 < krylov.unsettled < self.request.stride and not out:
             return
         krylov.settle()
         going = krylov.frontier > 0
@@ -327,13 +355,15 @@ class Solver:
         if not ends:
             return
         self.chain = None
-        krylov.forget(chain.first)
         if doubt <= self.request.certify.doubt:
+            krylov.forget(chain.first)
             self.doubt = doubt
             self.finish(Outcome.CONVERGED, "converged")
         elif out:
+            krylov.forget(chain.first)
             self._give_up()
-        else:
+        else:  # it closed: the next one starts outside of it
+            krylov.bring_back(chain.first)
             self.doubt = doubt
             self._begin_chain(self.ritz())
 
@@ -368,18 +398,26 @@ class Solver:
         ritz = self.ritz()
         self.krylov.compress(ritz.mixing[:, :keep], ritz.values[:keep])
 
-    def _best_frontier_row(self) -> int:
-        """The frontier row that the unconverged wanted pairs point to most."""
-        krylov = self.krylov
-        if krylov.frontier == 1:
-            return 0
+    def _turn_frontier(self) -> None:
+        """Multiply next what the unconverged wanted pairs have most of in common."""
+        krylov, k = self.krylov, self.request.k
+        if krylov.frontier == 1 or krylov.multiplied < k:  # rows that were given come in order
+            return
+        if self.products.spent % max(1, krylov.multiplied // 64):  # the eigenproblems of a large T
+            return
+        krylov.settle()
         ritz = self.ritz()
-        k = min(self.request.k, krylov.multiplied)
-        late = ritz.residuals[:k] > self.allowed(ritz.values[:k])
+        allowed = self.allowed(ritz.values[:k])
+        late = ritz.residuals[:k] > allowed
         emerging = None if bool(late.any()) else self._emerging(ritz)
-        columns = ritz.mixing[:, :k][:, late] if emerging is None else emerging
-        remainder = krylov.coupling[krylov.multiplied : krylov.size, : krylov.multiplied]
-        return int((remainder @ columns).square().sum(1).argmax())
+        columns = ritz.mixing[:, :k][:, late] / allowed[late] if emerging is None else emerging
+        remainder = krylov.coupling[krylov.multiplied : krylov.size, : krylov.multiplied] @ columns
+        if float(remainder.abs().sum()) > 0.0:
+            weights = torch.linalg.svd(remainder, full_matrices=False).U[:, 0]
+            if (
+                float(weights[1:].norm()) > 1e-8
+            ):  # else a solve that is resumed has it there already
+                krylov.lead(weights)
 
     def _add(self, vector: Tensor) -> bool:
         vector = vector.to(self.products.device, copy=True)

@@ -164,7 +164,9 @@ def plan(
     # an operator chooses its engine by what it may take: here as it will there
     given = {**options, "budget": default_budget(available) if budget is None else budget}
     unit = measured(curvature, model, loss, batches, given, k, tol, room)
-    return scaled(unit, samples, k, tol, tasks, available, ranks, bandwidth or 1e9, budget, room)
+    probed = bool(options.get("check", True))
+    speed = bandwidth or 1e9
+    return scaled(unit, samples, k, tol, tasks, available, ranks, speed, budget, room, probed)
 
 
 def plan_counted(
@@ -205,22 +207,28 @@ def scaled(
     bandwidth: float,
     budget: float | None = None,
     room: Room = USUAL,
+    probed: bool = True,
 ) -> Plan:
-    """A plan from the cost of one product; ``budget`` is the operator's, if it is given one."""
+    """A plan from the cost of one product.
+
+    ``budget`` is the operator's, if it is given one; ``probed`` says whether it is checked when it
+    is made, which holds several vectors.
+    """
     if not 0 <= k <= unit.n:
         raise ValueError(f"k= is between 0 (one product) and n = {unit.n}; got {k}")
     own = -(-samples // ranks)
     products = min(products_needed(k, tol, unit.effort), unit.n + 4) if k else 1
     vector = -(-unit.n * unit.element // ranks)
     solver = solver_rows(k, products, unit.n, vector, room) * vector if k else 0
-    vectors = vector_bytes(unit.n, unit.element)
+    long = -(-unit.n // ranks) if unit.blocks else unit.n  # elements of a vector on a rank
+    vectors = vector_bytes(long, unit.element)
     data = int(unit.sample_bytes * own)
     # the solver's rows are one piece of memory, which does not fragment
     beside = available - LIBRARIES - solver
     given = default_budget(available) if budget is None else budget
-    own_room = operator_room(given, data, unit.held, unit.n, unit.element)
+    own_room = operator_room(given, data, unit.held, long, unit.element)
     # the operator does not know of the solver's rows: where they need more, it must be told
-    left = min(own_room, operator_room(beside, data, unit.held, unit.n, unit.element))
+    left = min(own_room, operator_room(beside, data, unit.held, long, unit.element))
     size, kept, chunks = _chunks(unit, own, left)
     working = max(0.0, unit.graph.peak(size) - unit.graph.kept(size))
     graph = int(kept * unit.graph.kept(size) + working)
@@ -231,10 +239,12 @@ def scaled(
     setup = unit.setup[0] + own * unit.setup[1]
     rows = min(products, max(2 * k + 32, 3 * k + 12), solver // vector)
     orthogonalise = products * (0.5 * rows * unit.row / ranks + unit.step) if k else 0.0
-    traffic = communication(unit.n, tasks * k, ranks, unit.element)
+    traffic = communication(unit.n, tasks * k, ranks, unit.element, unit.blocks)
     sent = traffic.product + communication(unit.n, rows, ranks, 8).orthogonalise
     talking = products * talking_seconds(sent, traffic.messages, ranks, bandwidth)
     seconds = setup + products * product + orthogonalise + talking
+    if not probed and not k:  # a vector, its image, and the sum of several chunks' images
+        vectors = long * (2 * unit.element + (8 if chunks > 1 else 0))
     peak = int(FRAGMENTED * (unit.held + data + graph + vectors)) + solver + LIBRARIES
     told = None if left == own_room else int(given - FRAGMENTED * (own_room - left))
     most = _largest_k(unit, available, data, ranks, tol)
@@ -278,7 +288,8 @@ def _chunks(unit: Unit, samples: int, room: float) -> tuple[int, int, int]:
 
 def _largest_k(unit: Unit, available: float, data: int, ranks: int, tol: float) -> int:
     """The most pairs whose solve fits with one sample's graph; 0 if none does."""
-    least = unit.held + data + unit.graph.peak(1) + vector_bytes(unit.n, unit.element)
+    long = -(-unit.n // ranks) if unit.blocks else unit.n
+    least = unit.held + data + unit.graph.peak(1) + vector_bytes(long, unit.element)
     room = available - LIBRARIES - FRAGMENTED * least
     vector = -(-unit.n * unit.element // ranks)
     low, high = 0, unit.n

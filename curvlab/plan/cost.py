@@ -12,7 +12,8 @@ from curvlab_kernels import ops
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from curvlab.batches import Batches, map_tensors, rows, sample_count, tensors
 from curvlab.eigen.lanczos import lanczos
@@ -46,6 +47,7 @@ class Unit:
         step: Seconds of a solver's step besides: bookkeeping and the small eigenproblem.
         effort: Products that this spectrum takes, in units of what networks take on average.
         how: Where the numbers come from.
+        blocks: Of a model in shards, gathered one at a time; 0 for one that every rank holds.
     """
 
     n: int
@@ -59,6 +61,7 @@ class Unit:
     step: float
     how: str
     effort: float = 1.0
+    blocks: int = 0
 
 
 def measured(
@@ -235,7 +238,7 @@ def counted(
     leaves = [fixed[f"model.{name}"].clone().requires_grad_() for name in chosen]
 
     def run(size: int) -> Callable[[], Tensor]:
-        few = map_tensors(shaped, lambda t: _resized(t, size))
+        few = map_tensors(shaped, lambda t: resized(t, size))
         state = {**fixed, **dict(zip((f"model.{n}" for n in chosen), leaves, strict=True))}
 
         def value() -> Tensor:
@@ -246,11 +249,9 @@ def counted(
         one = torch.ones(1, layout.n, dtype=leaves[0].dtype, device="meta")
         return lambda: product(one)
 
-    with _evaluating(model), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+    with evaluating(model), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         graph = measure(run, max(count, 8), 1e18)
-        flops = {size: _flops(run, size) for size in (2, 8)}
-    setup = [flops[size][0] / (EFFICIENCY * machine.flops) for size in (2, 8)]
-    product = [flops[size][1] / (EFFICIENCY * machine.flops) for size in (2, 8)]
+        setup, product = in_seconds(run, machine)
     element = leaves[0].element_size()
     return Unit(
         n=layout.n,
@@ -258,8 +259,8 @@ def counted(
         held=2 * sum(t.nbytes for t in everything.values()),  # the model, and its copy
         sample_bytes=sum(t.nbytes for t in tensors(batch)) / count,
         graph=graph,
-        setup=_line(2, setup[0], 8, setup[1]),
-        product=_line(2, product[0], 8, product[1]),
+        setup=setup,
+        product=product,
         row=4 * layout.n * element / machine.bandwidth,  # two passes, each reads it twice
         step=5e-3,
         how=f"counted; {machine.flops:.0e} flop/s at {EFFICIENCY:.0%}, "
@@ -268,7 +269,7 @@ def counted(
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -287,15 +288,41 @@ class _Loss(nn.Module):
         return self.whole(self.model, batch)
 
 
+def in_seconds(
+    run: Callable[[int], Callable[[], Tensor]], machine: Machine
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds of set-up and of a product, ``(fixed, each)``, from counted operations."""
+    flops = {size: _flops(run, size) for size in (2, 8)}
+    rate = EFFICIENCY * machine.flops
+    lines = (_line(2, flops[2][i] / rate, 8, flops[8][i] / rate) for i in (0, 1))
+    setup, product = lines
+    return setup, product
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts floating-point operations; torch's own counter hooks modules, which blocks do too."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0.0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.count += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
 def _flops(run: Callable[[int], Callable[[], Tensor]], size: int) -> tuple[float, float]:
-    with FlopCounterMode(display=False) as making:
+    with _Operations() as making:
         use = run(size)
-    with FlopCounterMode(display=False) as using:
+    with _Operations() as using:
         use()
-    return float(making.get_total_flops()), float(using.get_total_flops())
+    return making.count, using.count
 
 
-def _resized(tensor: Tensor, size: int) -> Tensor:
+def resized(tensor: Tensor, size: int) -> Tensor:
     return tensor.new_empty((size, *tensor.shape[1:])) if tensor.dim() else tensor
 
 

@@ -78,7 +78,7 @@ def talking_seconds(sent: float, messages: int, ranks: int, bandwidth: float) ->
     return sent / bandwidth + messages * LATENCY * math.log2(ranks)
 
 
-def communication(n: int, rows: int, ranks: int, element: int) -> Communication:
+def communication(n: int, rows: int, ranks: int, element: int, blocks: int = 0) -> Communication:
     """Bytes that each of ``ranks`` sends, for vectors and bases that are split along ``n``.
 
     As :mod:`curvlab.distributed` sends them, in rings: a product gathers the vector on every rank
@@ -88,13 +88,15 @@ def communication(n: int, rows: int, ranks: int, element: int) -> Communication:
 
     Args:
         rows: Of the basis that is orthogonalised against, or projected out.
+        blocks: Of a model in shards: each one's parameters are gathered three times in a product
+            whose graph is not kept, its part of the vector once, and its sums go to their owners.
     """
     if ranks == 1:
         return Communication(0.0, 0.0, 0.0, 0)
     share = (ranks - 1) / ranks
     return Communication(
-        product=2 * share * n * element,
+        product=(5 + 1 / ranks if blocks else 2) * share * n * element,
         orthogonalise=16 * share * (rows + 4),
         step=2 * share * n * element + 16 * share * rows,
-        messages=5,  # two of a product, three of the step after it
+        messages=5 * blocks + 3 if blocks else 5,  # of a product, and three of the step after it
     )

@@ -30,11 +30,16 @@ class Traffic:
 
 def traffic(launch: Launch) -> Traffic:
     """Bytes moved by a recorded launch."""
-    names = [name for name in launch.kernel.arg_names if name not in launch.constants]
-    given: dict[str, Any] = dict(zip(names, launch.arguments, strict=True)) | launch.constants
+    given = named(launch)
     if given.get("share"):
         return Traffic()  # a pass that is rarely needed, and else returns at once
     return _TRAFFIC[launch.kernel.__name__](given)
+
+
+def named(launch: Launch) -> dict[str, Any]:
+    """Every argument and constant of a launch by its name."""
+    names = [name for name in launch.kernel.arg_names if name not in launch.constants]
+    return dict(zip(names, launch.arguments, strict=True)) | launch.constants
 
 
 def in_flight(launch: Launch, registers: int, shared: int, architecture: int) -> int:
