@@ -19,18 +19,14 @@ def provenance(found: Finding) -> Markup:
             versions.setdefault(name, []).append(str(value))
     facts = [
         f"seeds {' '.join(map(str, found.results))}",
-        *(
-            [
-                f"seeds {' '.join(map(str, found.earlier))} were trained by an earlier version of the "
-                "code, whose roundings differ: to be made again"
-            ]
-            if found.earlier
-            else []
-        ),
         str(found.spent),
         f"commit {', '.join(dict.fromkeys(result.commit for result in results))}",
         *(f"{name} {', '.join(dict.fromkeys(values))}" for name, values in versions.items()),
     ]
+    if found.earlier:
+        seeds = " ".join(map(str, found.earlier))
+        facts.insert(1, f"seeds {seeds} were trained by an earlier version of the code, whose "
+                     "roundings differ: to be made again")  # fmt: skip
     files = joined(
         [tag("a", f"{name}.csv", href=f"tables/{name}.csv") for name, _ in found.files()], ", "
     )

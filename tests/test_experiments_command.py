@@ -19,6 +19,8 @@ from experiments import registry
 from experiments.__main__ import main
 from experiments.choices import NETWORKS
 from experiments.experiment import Experiment
+from experiments.findings import findings_of
+from experiments.provenance import provenance
 from experiments.runner import Place, Work, measure, results_of, shard, trainings_of
 from experiments.shelf import LABEL, Shelf, Training
 from experiments.store import Store, StoreError, make_result
@@ -118,6 +120,13 @@ def test_results_do_not_count_once_a_training_behind_them_has_a_new_version(tmp_
     name = training.network
     monkeypatch.setitem(NETWORKS, name, replace(NETWORKS[name], version="newer"))
     assert results_of(place.store, experiment(), "demo") == {}
+    assert list(results_of(place.store, experiment(), "demo", earlier=True)) == [1]
+    [shown] = findings_of(place.store, experiment())
+    assert shown.earlier == [1]
+    assert "earlier version" in provenance(shown)
+    measure(Work("tab:tiny", "demo", (1,)), place)  # makes it again
+    [shown] = findings_of(place.store, experiment())
+    assert shown.earlier == []
 
 
 @pytest.mark.usefixtures("tiny")
