@@ -414,9 +414,8 @@ class Solver:
         remainder = krylov.coupling[krylov.multiplied : krylov.size, : krylov.multiplied] @ columns
         if float(remainder.abs().sum()) > 0.0:
             weights = torch.linalg.svd(remainder, full_matrices=False).U[:, 0]
-            if (
-                float(weights[1:].norm()) > 1e-8
-            ):  # else a solve that is resumed has it there already
+            # A solve that was interrupted in its product has it there already.
+            if float(weights[1:].norm()) > 1e-8:
                 krylov.lead(weights)
 
     def _add(self, vector: Tensor) -> bool:
