@@ -88,8 +88,9 @@ class Experiment:
 
     def is_earlier(self, result: Result, size: str) -> bool:
         """Whether a line of this configuration and version has trainings that changed since."""
-        first = key_of(self.label, self.sizes[size], result.seed, self.version)
-        return result.key == first and self.code(size) != self.version
+        code = str(result.versions.get("code"))
+        same = result.key == key_of(self.label, self.sizes[size], result.seed, code)
+        return same and code.split("; ")[0] == self.version and code != self.code(size)
 
     def result(
         self, size: str, seed: int, metrics: Metrics, seconds: float, command: str
