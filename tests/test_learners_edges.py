@@ -179,6 +179,33 @@ def test_gradients_of_samples_come_in_blocks_of_so_many_bytes(monkeypatch):
     assert relative(torch.cat(blocks), whole) <= 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU, nn.RNN, nn.GRUCell, nn.LSTMCell])
+def test_gradients_of_samples_of_a_recurrent_network_are_those_of_a_loop(recurrent, dtype):
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = recurrent(4, 5), nn.Linear(5, 3)
+
+        def forward(self, inputs):
+            if isinstance(self.body, nn.RNNCellBase):
+                found = self.body(inputs[:, 0])
+                return self.head(found[0] if isinstance(found, tuple) else found)
+            return self.head(self.body(inputs.transpose(0, 1))[0][-1])
+
+    torch.manual_seed(0)
+    model = Reader().to(dtype)
+    inputs, signals = torch.randn(6, 7, 4, dtype=dtype), torch.randn(6, 3, dtype=dtype)
+    population = Population([model], [1])
+    found = torch.cat(list(sample_gradients(population, 0, inputs, signals, 0)))
+    model.double()
+    for row, one, signal in zip(found, inputs.double(), signals.double(), strict=True):
+        value = (model(one.unsqueeze(0))[0] * signal).sum()
+        exact = torch.autograd.grad(value, list(model.parameters()))
+        exact = torch.cat([part.flatten() for part in exact])
+        assert relative(row.double(), exact) <= (1e-13 if dtype == torch.float64 else 1e-5)
+
+
 @pytest.mark.parametrize("alpha", [1.0, 1.2, 1.5, 2.0, 3.0])
 def test_powers_have_finite_gradients_at_zero(alpha):
     phi = torch.tensor([-0.5, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
@@ -257,3 +284,34 @@ def test_sampled_labels_are_the_fisher_on_average_and_follow_the_seed():
     assert torch.equal(draws[3], again)
     spread = draws.std(0) / 20.0
     assert float(((draws.mean(0) - exact).abs() / spread.clamp_min(1e-12)).max()) < 5.0
+
+
+class Dropping(nn.Module):
+    """Dropout that no nn.Dropout tells of."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.body = nn.GRU(3, 6, 2, dropout=0.4) if inside else nn.Linear(3, 6)
+        self.head, self.inside = nn.Linear(6, 3), inside
+
+    def forward(self, inputs):
+        hidden = self.body(inputs.unflatten(1, (2, 3)).transpose(0, 1))
+        hidden = hidden[0] if self.inside else nn.functional.dropout(hidden, 0.4, self.training)
+        return self.head(hidden.mean(0))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_dropout_inside_a_layer_or_a_function_follows_the_seed(inside):
+    def build(seed):
+        torch.manual_seed(seed)
+        return Dropping(inside)
+
+    tasks, schedule = make_tasks(2, train=20), Schedule(0.1, epochs=2)
+    assert tasks[0].train.inputs.shape[1] == 6
+    together = learn(build, tasks, SGD(), schedule, seeds=(1, 2))
+    model = build(2)
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    (alone,) = learn([model], tasks, SGD(), schedule, seeds=2)
+    assert torch.equal(alone.snapshots, together[1].snapshots)
+    assert torch.equal(torch.get_rng_state(), state)  # given back as it was

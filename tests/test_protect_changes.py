@@ -342,3 +342,93 @@ def test_a_closure_gives_lbfgs_projected_gradients(which):
     for _ in range(5):
         optimizer.step(closure)
     assert float(closure().detach()) < first
+
+
+@pytest.mark.parametrize("new_way", [True, False])
+def test_a_spectral_norm_whose_vectors_would_move_is_refused(new_way):
+    utils = nn.utils
+    spectral_norm = utils.parametrizations.spectral_norm if new_way else utils.spectral_norm
+    model = nn.Sequential(spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 4)).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    curvlab.protect(optimizer, curvlab.layer_bases(model, OLD, energy=1.0), model)
+    before = model(OLD[0]).detach()
+    train(model, optimizer, 3)
+    assert moved(model, before) < 1e-5
+    model.train()
+    with pytest.raises(ValueError, match="spectral norm"):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("first", ["rows", "layers"])
+@pytest.mark.parametrize("second", ["rows", "layers"])
+def test_a_second_protection_of_the_same_parameters_is_refused_and_the_cure_works(first, second):
+    model = mlp((6, 16, 4), seed=1)
+
+    def memory(which, data):
+        if which == "layers":
+            return curvlab.layer_bases(model, data, energy=1.0)
+        basis = curvlab.Basis(curvlab.parameter_count(model), capacity=9)
+        basis.extend(torch.randn(2, basis.n, generator=torch.Generator().manual_seed(len(data))))
+        return basis
+
+    other = batch(7, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    handle = curvlab.protect(optimizer, memory(first, OLD), model)
+    with pytest.raises(ValueError, match="protected already"):
+        curvlab.protect(optimizer, memory(second, other), model)
+    if first == second == "layers":
+        before, inputs = model(other[0]).detach(), memory("layers", other)
+        handle.bases.merge(inputs)
+        train(model, optimizer)
+        assert moved(model, before, other) < 1e-4
+    handle.remove()
+    curvlab.protect(optimizer, memory(second, other), model)
+
+
+def test_two_models_of_one_optimizer_are_protected_each():
+    one, two = net(), net()
+    optimizer = torch.optim.AdamW([*one.parameters(), *two.parameters()], lr=1e-2)
+    for model in (one, two):
+        curvlab.protect(optimizer, curvlab.layer_bases(model, OLD, energy=1.0), model)
+    before = [model(OLD[0]).detach() for model in (one, two)]
+    for _ in range(20):
+        optimizer.zero_grad()
+        cross_entropy(one(NEW[0]) + two(NEW[0]), NEW[1]).backward()
+        optimizer.step()
+    assert moved(one, before[0]) < 1e-4
+    assert moved(two, before[1]) < 1e-4
+
+
+def test_sparse_gradients_of_embeddings_are_held_or_refused_with_the_cure():
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(30, 8, sparse=True), nn.Flatten(), nn.Linear(24, 4))
+
+    old, new = (torch.randint(10, (2, 3)), None), (torch.randint(30, (20, 3)), NEW[1])
+    model = make()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    curvlab.protect(optimizer, curvlab.layer_bases(model, old[0], energy=1.0), model)
+    before, weight = model(old[0]).detach(), model[0].weight.detach().clone()
+    train(model, optimizer, 5, new)
+    assert moved(model, before, old) < 1e-5
+    assert not torch.equal(model[0].weight, weight)
+    assert model[0].weight.grad.is_sparse
+
+    model = make()
+    basis = curvlab.Basis(curvlab.parameter_count(model), capacity=2)
+    basis.extend(torch.randn(2, basis.n, generator=torch.Generator().manual_seed(0)))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    handle = curvlab.protect(optimizer, basis, model)
+    with pytest.raises(ValueError, match="gradients=False"):
+        train(model, optimizer, 1, new)
+    handle.remove()
+    curvlab.protect(optimizer, basis, model, gradients=False)
+    start = torch.cat([p.detach().flatten() for p in model.parameters()])
+    train(model, optimizer, 5, new)
+    change = torch.cat([p.detach().flatten() for p in model.parameters()]) - start
+    assert basis.leak(change) < 1e-5
+
+
+def test_data_without_a_sample_are_refused():
+    with pytest.raises(ValueError, match="no sample"):
+        curvlab.layer_bases(net(), OLD[0][:0])

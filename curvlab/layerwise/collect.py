@@ -120,13 +120,17 @@ def collect(
             else:
                 _backward(whole(model, moved) * (sample_count(moved) or 1), seen)
 
-    found, cut = empty(), None
+    found, cut, total = empty(), None, 0
     for batch in _batches(data):
-        count = sample_count(batch) or 1
+        known = sample_count(batch)
+        total += 1 if known is None else known
+        count = known or 1
         if count > SAMPLES and cut is None:
             cut = _may_cut(batch, read, empty)
         for start in range(0, count, SAMPLES if cut else count):
             read(rows(batch, slice(start, start + SAMPLES)) if cut else batch, found)
+    if not total:
+        raise ValueError("data= holds no sample, so no layer was called with anything to protect")
     return found
 
 

@@ -95,7 +95,7 @@ class Population:
         self.uses = Uses(self.layout)
         self.batch: Batch | None = None
         modules = [list(model.modules()) for model in self.models]
-        self._drops = any(isinstance(m, _DropoutNd) and m.p > 0 for m in modules[0])
+        self._drops = any(_may_draw(module) for module in modules[0])
         self._reseeded = [[m for m in ms if isinstance(m, Reseeded)] for ms in modules]
         self._draws = 0
         self._training: bool | None = None
@@ -293,12 +293,20 @@ class Population:
         seed = derived_seed(self.seeds[s], "dropout", task, step, *more)
         for module in self._reseeded[s]:
             module.reseed(seed)
-        # nn.Dropout knows only the global generator: lend it, and give it back as it was
-        devices = [] if self.device.type == "cpu" else [self.device]
-        with torch.random.fork_rng(devices, enabled=self._drops):
-            if self._drops:
-                torch.manual_seed(seed)
+        # Dropout knows only the global generator: lend it, and give it back as it was
+        if not self._drops:
             yield
+        elif self.device.type == "cpu":  # torch.manual_seed takes a millisecond, this a hundredth
+            state = torch.default_generator.get_state()
+            torch.default_generator.manual_seed(seed)
+            try:
+                yield
+            finally:
+                torch.default_generator.set_state(state)
+        else:
+            with torch.random.fork_rng([self.device]):
+                torch.manual_seed(seed)
+                yield
 
     def bind(self) -> None:
         """Make the models' parameters and their ``.grad`` views of this population (again)."""
@@ -377,3 +385,15 @@ def _check_alike(named: list[dict[str, nn.Parameter]], layout: Layout) -> None:
                     f"{name!r} is {parameter.dtype} on {parameter.device}, others are "
                     f"{first.dtype} on {first.device}"
                 )
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Whether its training passes may take numbers from torch's global generator."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return module.dropout > 0
+    if isinstance(module, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+        return True
+    # A forward of the user's own may call functional.dropout, which no attribute tells.
+    return not type(module).__module__.startswith(("torch.nn.", "curvlab.nets"))

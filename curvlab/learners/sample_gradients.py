@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from curvlab.learners.population import Population
@@ -20,6 +20,9 @@ from curvlab.operators.products.mlp_plan import Layer
 # and their bytes.
 CHUNK = 50
 BYTES = 256 << 20
+
+# Layers for which torch.vmap has no rule: their samples are taken one by one.
+WITHOUT_VMAP = (nn.RNNBase, nn.RNNCellBase, nn.RReLU)
 
 
 def sample_gradients(
@@ -45,7 +48,12 @@ def sample_gradients(
         logits = population.logits_of(s, one.unsqueeze(0), task, parameters)
         return (logits.squeeze(0) * cotangent).sum()
 
-    rows = vmap(grad(combination), in_dims=(None, 0, 0))
+    def one_by_one(parameters: Tensor, some: Tensor, combinations: Tensor) -> Tensor:
+        pairs = zip(some, combinations, strict=True)
+        return torch.stack([grad(combination)(parameters, *pair) for pair in pairs])
+
+    alone = any(isinstance(module, WITHOUT_VMAP) for module in population.models[s].modules())
+    rows = one_by_one if alone else vmap(grad(combination), in_dims=(None, 0, 0))
     parameters = population.parameters[s].detach()
     chunk = max(1, min(CHUNK, BYTES // (population.n * parameters.element_size())))
     for start in range(0, len(inputs), chunk):

@@ -29,7 +29,9 @@ are then. Only writes through ``.data`` are not seen: call :meth:`LayerProtectio
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from curvlab.layerwise import LayerBases
@@ -69,7 +71,7 @@ class LayerProtection:
         self._norms = [
             (name, module)
             for name, module in self._model.named_modules()
-            if getattr(module, "running_mean", None) is not None
+            if getattr(module, "running_mean", None) is not None or _iterates(module)
         ]
         self._asked = set() if free is None else set(select_parameters(self._model, free))
         self.held: tuple[str, ...] = ()
@@ -113,6 +115,11 @@ class LayerProtection:
         self._note()
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are held, whole or in part."""
+        return [p for name, p in self._trained.items() if name not in self.free]
+
+    @property
     def leak(self) -> float:
         """The largest share of a weight's norm by which what is held of it has moved."""
         with torch.no_grad():
@@ -144,8 +151,9 @@ class LayerProtection:
             for name, module in self._norms:
                 if module.training:
                     raise ValueError(
-                        f"protect: {name!r} moves its running statistics while it trains, and with "
-                        "them every output: put it in eval mode after model.train()"
+                        f"protect: {name!r} moves its running statistics (of a spectral norm, its "
+                        "vectors) while it trains, and with them every output: put it in eval mode "
+                        "after model.train()"
                     )
         trained = self._moving(optimizer)  # groups are added and layers unfrozen at any time
         refuse_one_memory(trained.items())
@@ -169,7 +177,9 @@ class LayerProtection:
         if still:
             torch._foreach_zero_(still)
         for weight, which, _ in self._rows:
-            if weight.grad is not None:
+            if weight.grad is not None and weight.grad.is_sparse:
+                weight.grad = _without_rows(weight.grad, which)
+            elif weight.grad is not None:
                 local(weight.grad).index_fill_(0, which, 0.0)
 
     @torch.no_grad()
@@ -187,3 +197,17 @@ class LayerProtection:
             torch._foreach_copy_([local(one) for one in self._still], self._copies)
         for weight, which, values in self._rows:
             local(weight).index_copy_(0, which, values)
+
+
+def _iterates(module: nn.Module) -> bool:
+    """Whether it is a spectral norm, whose power iteration goes on in every forward pass."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks)
+
+
+def _without_rows(gradient: Tensor, which: Tensor) -> Tensor:
+    """A sparse gradient ``(n, d)`` of an embedding with the rows ``which`` set to zero."""
+    gradient = gradient.coalesce()
+    inside = torch.isin(gradient.indices()[0], which)
+    gradient.values().masked_fill_(inside.unsqueeze(1), 0.0)
+    return gradient

@@ -80,6 +80,7 @@ def protect(
             raise ValueError(
                 "select= goes with a basis; layer bases have theirs when they are made"
             )
+        _refuse_twice(optimizer, model.parameters())
         return LayerProtection(optimizer, memory, model, free, before)
     if not isinstance(memory, Basis):
         raise TypeError(
@@ -90,7 +91,23 @@ def protect(
         raise ValueError("free= goes with layer bases; parameters outside a basis are free already")
     covered = covered_parameters(optimizer, model, select)
     _check(memory, covered())
+    _refuse_twice(optimizer, covered())
     return Protection(optimizer, memory, covered, before)
+
+
+def _refuse_twice(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Two projections, one after the other, hold only what the second protects."""
+    new = {id(p) for p in parameters}
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        other = getattr(hook, "__self__", None)
+        if not isinstance(other, Protection | LayerProtection):
+            continue
+        if not new.isdisjoint(id(p) for p in other.parameters):
+            raise ValueError(
+                "protect: steps of these parameters are protected already, and a second protection "
+                "would undo the first: add to what it protects (basis.extend, bases.extend or "
+                "bases.merge; it notices), or end it with handle.remove()"
+            )
 
 
 def _check(basis: Basis, covered: list[nn.Parameter]) -> None:
