@@ -105,6 +105,38 @@ def matrix_kernel(a, b, out, BLOCK: tl.constexpr):
     tl.store(out + where, tl.dot(tl.load(a + where), tl.load(b + where)))
 
 
+@triton.jit
+def emptied_by_one_kernel(x, out, n, BLOCK: tl.constexpr):
+    """The first block empties what all add to: those that came before are lost."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) == 0:
+        tl.store(out, 0)
+    tl.atomic_add(out, tl.sum(tl.load(x + at, mask=at < n, other=0), axis=0))
+
+
+@triton.jit
+def written_twice_kernel(out):
+    """The first block's last value is the second's first: neighbours are equal, results not."""
+    tl.store(out, 1 + tl.program_id(0))
+    tl.debug_barrier()
+    tl.store(out, 2 + tl.program_id(0))
+
+
+@triton.jit
+def logarithm_kernel(x, out, n, BLOCK: tl.constexpr):
+    """Triton's float32 logarithm and error function flush small numbers."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + at, mask=at < n, other=1.0)
+    tl.store(out + at, tl.log(values), mask=at < n)
+    tl.store(out + n + at, tl.erf(values), mask=at < n)
+
+
+@triton.jit
+def shifted_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at - 1, tl.load(x + at, mask=at < n), mask=at < n)
+
+
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_anyones_kernel_can_be_executed(architecture):
     x, y = torch.randn(1000), torch.randn(1000)
@@ -132,6 +164,64 @@ def test_a_store_past_the_end_is_a_fault_that_names_the_line():
 def test_blocks_that_add_without_atomics_race():
     with pytest.raises(Fault, match="race in global memory"):
         execute(racing_kernel, (4,), torch.zeros(1001), 1000, BLOCK=256)
+
+
+def test_a_plain_store_races_with_atomics_of_other_blocks():
+    x, out = torch.arange(1000, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(Fault, match="race in global memory"):
+        execute(emptied_by_one_kernel, (4,), x, out, 1000, BLOCK=256)
+    execute(emptied_by_one_kernel, (1,), x, out, 1000, BLOCK=1024)  # a block has an order
+    assert out.item() == int(x.sum())
+
+
+def test_blocks_that_meet_in_one_value_still_race():
+    with pytest.raises(Fault, match="two threads write one address"):
+        execute(written_twice_kernel, (2,), torch.zeros(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_logarithm_and_error_function_of_float32_are_right(architecture):
+    x = torch.rand(1000) * 10
+    out = torch.empty(2, 1000)
+    execute(logarithm_kernel, (4,), x, out, 1000, BLOCK=256, architecture=architecture)
+    exact = torch.stack([x.double().log(), torch.erf(x.double())])
+    assert torch.allclose(out.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_a_grid_may_be_a_function_of_the_arguments():
+    x, out = torch.randn(1000), torch.empty(1000)
+    grid = lambda named: (triton.cdiv(named["n"], named["BLOCK"]),)  # noqa: E731 as users write it
+    report = execute(add_kernel, grid, x, x, out, 1000, BLOCK=256)
+    assert report.programs == 4
+    assert torch.equal(out, 2 * x)
+
+
+@pytest.mark.parametrize("grid", [(), (-1,), (1, 1, 1, 1)])
+def test_a_grid_that_is_none_is_refused(grid):
+    x = torch.randn(1000)
+    with pytest.raises(ValueError, match="one to three numbers of programs"):
+        execute(add_kernel, grid, x, x, x, 1000, BLOCK=256)
+
+
+def test_tensors_without_memory_are_refused():
+    x = torch.empty(1000, device="meta")
+    with pytest.raises(ValueError, match="host memory"):
+        execute(add_kernel, (4,), x, x, x, 1000, BLOCK=256)
+
+
+def test_a_kernel_under_autotune_is_refused_with_a_cure_that_works():
+    configs = [triton.Config({"BLOCK": 128}), triton.Config({"BLOCK": 256})]
+    tuned = triton.autotune(configs, key=["n"])(add_kernel)
+    x, out = torch.randn(1000), torch.empty(1000)
+    with pytest.raises(TypeError, match=r"pass kernel\.fn, and one choice"):
+        execute(tuned, (4,), x, x, out, 1000)
+    execute(tuned.fn, (4,), x, x, out, 1000, BLOCK=256)
+    assert torch.equal(out, 2 * x)
+
+
+def test_a_store_before_the_start_names_the_nearest_tensor():
+    with pytest.raises(Fault, match="4 bytes before the start of a tensor"):
+        execute(shifted_kernel, (4,), torch.randn(1000), torch.empty(1000), 1000, BLOCK=256)
 
 
 def test_atomics_do_not_race():

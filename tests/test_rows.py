@@ -218,6 +218,27 @@ def test_vectors_of_any_scale_are_directions(scale):
     assert far.principal_angles(plain).max() <= 1e-7
 
 
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e-160, 1e160, 1e200, 1e300])
+def test_the_leak_of_a_vector_of_any_scale_is_its_share(scale):
+    generator = torch.Generator().manual_seed(0)
+    rows, vector = torch.randn(5, 300, generator=generator, dtype=torch.float64).split([4, 1])
+    basis = Basis(300, 9, dtype=torch.float64)
+    basis.extend(rows)
+    inside = torch.linalg.qr(rows.T).Q.T @ vector[0]
+    expected = float(inside.norm() / vector[0].norm())
+    assert float(basis.leak(scale * vector[0])) == pytest.approx(expected, rel=1e-9)
+    several = torch.cat([vector, scale * vector, 0.0 * vector])
+    assert basis.leak(several).tolist() == pytest.approx([expected, expected, 0.0], rel=1e-9)
+
+
+def test_nothing_of_a_vector_of_zeros_lies_in_the_span(generator):
+    basis = Basis(100, 9)
+    assert basis.leak(torch.zeros(100)) == 0.0
+    basis.extend(draw(generator, 3, 100, dtype=torch.float32))
+    assert basis.leak(torch.zeros(100)) == 0.0
+    assert basis.leak(torch.full((100,), float("nan"))).isnan()
+
+
 def test_rows_can_be_copied(generator):
     basis = Basis(100, 9, dtype=torch.float16)
     basis.extend(draw(generator, 3, 100, dtype=torch.float32), task="first")

@@ -254,9 +254,17 @@ class Rows(Projector):
         )
 
     def leak(self, vectors: Tensor) -> Tensor:
-        """The share of each vector's norm that lies in the span: ``()`` or ``(b,)``, float64."""
+        """The share of each vector's norm that lies in the span: ``()`` or ``(b,)``, float64.
+
+        A vector of zeros has nothing in it: 0.
+        """
+        if vectors.dtype == torch.float64 and vectors.numel():  # squares leave float64 at 1e+-154
+            largest = self.space.largest(vectors.abs().amax(-1, keepdim=True))
+            exponent = torch.frexp(largest).exponent.clamp(-1000, 1000)
+            vectors = vectors * torch.exp2(-exponent.double())
         inside = ops.norm(spans.whitened(self.factor, self.coefficients(vectors)))
-        return inside / self.space.norm(vectors)
+        norm = self.space.norm(vectors)
+        return torch.where(norm == 0, norm, inside / norm)
 
     # Certifying and keeping
 

@@ -53,14 +53,14 @@ def _arithmetic(on_numbers: Callable[..., Array], *, integers: bool = True) -> B
 
     def build(program: Program, instruction: Instruction) -> Step:
         allowed = (*FLOATS, *_PACKED, *(INTEGERS if integers else ()))
-        kind = only(instruction, ("rn",), allowed)
+        kind = only(instruction, ("rn", *(("ftz",) if "f32" in instruction.parts else ())), allowed)
         count = len(instruction.operands) - 1
         if kind in _PACKED:
             whole, part = _PACKED[kind]
             function = _pairs(_one_nan(on_numbers), part)
             return elementwise(program, instruction, function, [whole] * count)
         function = on_numbers if kind in INTEGERS else _one_nan(on_numbers)
-        return elementwise(program, instruction, function, [kind] * count)
+        return elementwise(program, instruction, _flushing(function, instruction), [kind] * count)
 
     return build
 
@@ -120,7 +120,7 @@ def _fma(program: Program, instruction: Instruction) -> Step:
 def _divide(program: Program, instruction: Instruction) -> Step:
     kind = only(instruction, ("rn", "full", "approx", "ftz"), ("f32", "f64", *INTEGERS))
     function = np.divide if kind in FLOATS else _quotient
-    return elementwise(program, instruction, function, [kind, kind])
+    return elementwise(program, instruction, _flushing(function, instruction), [kind, kind])
 
 
 def _quotient(a: Array, b: Array) -> Array:
@@ -220,17 +220,21 @@ def _select(program: Program, instruction: Instruction) -> Step:
 def _function(function: Callable[[Array], Array], modifiers: Collection[str]) -> Build:
     def build(program: Program, instruction: Instruction) -> Step:
         kind = only(instruction, modifiers, ("f32", "f64"))
-        flush = "ftz" in instruction.parts
         dtype = TYPES[kind]
 
         def run(values: Array) -> Array:
-            values = _flushed(values) if flush else values
-            result = function(values.astype(np.float64)).astype(dtype)
-            return _flushed(result) if flush else result
+            return function(values.astype(np.float64)).astype(dtype)
 
-        return elementwise(program, instruction, run, [kind])
+        return elementwise(program, instruction, _flushing(run, instruction), [kind])
 
     return build
+
+
+def _flushing(function: Callable[..., Array], instruction: Instruction) -> Callable[..., Array]:
+    """With ``ftz`` numbers too small for a full mantissa are zeros, coming in and going out."""
+    if "ftz" not in instruction.parts:
+        return function
+    return lambda *values: _flushed(function(*map(_flushed, values)))
 
 
 def _flushed(values: Array) -> Array:

@@ -15,6 +15,8 @@ from curvlab_kernels.audit.ptx.report import Report
 from curvlab_kernels.audit.ptx.scheduler import LANES, Executable
 
 Order = Callable[[int], Iterable[int]]  # of the number of blocks
+# Programs per axis, or a function of the kernel's arguments by name that gives them.
+Grid = Sequence[int] | Callable[[dict[str, Any]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ _loaded: dict[tuple[object, ...], Loaded] = {}
 
 def execute(
     kernel: Any,
-    grid: tuple[int, ...],
+    grid: Grid,
     *arguments: Any,
     architecture: int = 80,
     reaches: Sequence[Tensor] = (),
@@ -51,7 +53,7 @@ def execute(
 
     Args:
         kernel: A function under ``triton.jit``.
-        grid: Programs along one to three axes.
+        grid: Programs along one to three axes, or a function of the arguments by name.
         architecture: Compute capability times ten: 80, 90 or 100.
         reaches: Tensors that the kernel finds by addresses in a table, not by its arguments.
         races: Look for races in global memory, which lists every access.
@@ -59,9 +61,9 @@ def execute(
         lanes: Threads that run side by side.
         constants: Compile-time arguments and options such as ``num_warps``.
     """
-    loaded, values, tensors = load(kernel, arguments, constants, architecture)
+    loaded, values, tensors, named = load(kernel, arguments, constants, architecture)
     spans = [_span(tensor) for tensor in (*tensors, *reaches) if tensor.numel()]
-    x, y, z = (*grid, 1, 1)[:3]
+    x, y, z = _programs(grid(named) if callable(grid) else grid)
     report = loaded.code.run(
         (x, y, z),
         values,
@@ -102,12 +104,17 @@ def executed(architecture: int = 80, **options: Any) -> Iterator[list[Report]]:
 
 def load(
     kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], architecture: int
-) -> tuple[Loaded, list[int | float], list[Tensor]]:
-    """The compiled kernel, the numbers it is called with, and the tensors among its arguments.
+) -> tuple[Loaded, list[int | float], list[Tensor], dict[str, Any]]:
+    """The compiled kernel, the numbers it is called with, tensors among them, all by name.
 
     Arguments are bound by Triton itself, so that what is compiled is what a launch would compile.
     """
     if not hasattr(kernel, "_pack_args"):
+        if hasattr(getattr(kernel, "fn", None), "arg_names"):  # under autotune or heuristics
+            raise TypeError(
+                f"{type(kernel).__name__} chooses compile-time arguments by running on a GPU: pass "
+                f"kernel.fn, and one choice of them (BLOCK=..., num_warps=...)"
+            )
         raise TypeError(
             f"expected a kernel under triton.jit, compiled and not interpreted (TRITON_INTERPRET "
             f"unset); got {type(kernel).__name__}"
@@ -128,7 +135,7 @@ def load(
     loaded = _loaded[identity]
     # Triton adds pointers to scratch memory, which these kernels do not ask for.
     values += [0] * (len(loaded.code.program.parameters) - len(values))
-    return loaded, values, [each for each in given if isinstance(each, Tensor)]
+    return loaded, values, [each for each in given if isinstance(each, Tensor)], dict(bound)
 
 
 @lru_cache(maxsize=256)
@@ -164,8 +171,20 @@ def _compile(
     return Loaded(Executable(parse(ptx)), int(compiled.metadata.shared), ptx)
 
 
+def _programs(grid: Sequence[int]) -> tuple[int, int, int]:
+    if not 1 <= len(grid) <= 3 or min(grid) < 0:
+        raise ValueError(f"a grid is one to three numbers of programs; got {tuple(grid)}")
+    x, y, z = (*grid, 1, 1)[:3]
+    return x, y, z
+
+
 def _span(tensor: Tensor) -> tuple[int, int]:
     """First address and bytes from a tensor's first to its last element."""
+    if not tensor.data_ptr():
+        raise ValueError(
+            f"tensors are executed on where they are, in host memory; one of shape "
+            f"{tuple(tensor.shape)} on {tensor.device} has none: make it with device='cpu'"
+        )
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

@@ -69,12 +69,18 @@ class GlobalMemory:
         return owner
 
     def _describe(self, address: int) -> str:
-        before = [i for i in range(len(self.starts)) if int(self.starts[i]) <= address]
-        if not before:
-            return f"{address:#x}, below every tensor"
-        end = int(self.ends[before[-1]])
-        where = f"{address - end} bytes past the end" if address >= end else "across the end"
-        return f"{address:#x}, {where} of a tensor"
+        """Where an address lies, seen from the nearest allocation."""
+        places = []
+        for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
+            if address < start:
+                places.append((start - address, f"{start - address} bytes before the start"))
+            else:
+                past = address - end
+                where = f"{past} bytes past the end" if past >= 0 else "across the end"
+                places.append((max(past, 0), where))
+        if not places:
+            return f"{address:#x}, and no tensor was passed"
+        return f"{address:#x}, {min(places)[1]} of a tensor"
 
     def load(self, addresses: Array, width: int) -> Array:
         """Elements of ``width`` bytes at checked addresses."""

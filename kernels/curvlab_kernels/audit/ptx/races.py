@@ -110,8 +110,24 @@ def _pieces(values: Array, unit: int) -> Array:
 
 def _unordered(a: _Table, b: _Table) -> Array:
     ordered = (a.block == b.block) & (a.epoch != b.epoch)
-    conflict: Array = (a.thread != b.thread) & ~ordered & ~(a.atomic & b.atomic)
+    conflict: Array = (a.thread != b.thread) & ~ordered
     return conflict
+
+
+def _harmless(writes: _Table, *same: str) -> Array:
+    """Whether writes, sorted and grouped by what is the ``same``, leave one memory in any order.
+
+    All of a group are atomic, or none is and their values are equal: an atomic addition before or
+    after a plain store is not the same.
+    """
+    keys = [getattr(writes, name) for name in same]
+    new = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    starts = np.concatenate([[0], np.flatnonzero(new) + 1])
+    group = np.cumsum(np.concatenate([[0], new.astype(np.int64)]))
+    every, some = (f.reduceat(writes.atomic, starts) for f in (np.logical_and, np.logical_or))
+    low, high = (f.reduceat(writes.value, starts) for f in (np.minimum, np.maximum))
+    harmless: Array = (every | (~some & (low == high)))[group]
+    return harmless
 
 
 def _writes_against_writes(
@@ -119,8 +135,10 @@ def _writes_against_writes(
 ) -> None:
     before, after = writes.at(slice(None, -1)), writes.at(slice(1, None))
     clash = (before.unit == after.unit) & _unordered(before, after)
-    # Equal values leave the same memory in any order.
-    clash &= (before.value != after.value) | before.atomic | after.atomic
+    # Neighbours stand for all writes of their address: two blocks that write it are neighbours
+    # somewhere, and so are two threads of a block between two barriers.
+    by_epoch = _harmless(writes, "unit", "block", "epoch")[1:]
+    clash &= ~np.where(before.block == after.block, by_epoch, _harmless(writes, "unit")[1:])
     for instruction in np.unique(after.instruction[clash]):
         count = int((after.instruction[clash] == instruction).sum())
         what = "race in global memory: two threads write one address"
