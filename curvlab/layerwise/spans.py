@@ -73,8 +73,8 @@ def extend_to_share(
         rounded: A dtype that the rows went through, by default that of ``basis``. In float32 they
             are off by its rounding, and what that leaves of rows they hold is no direction.
     """
-    total = float(triangle.square().sum())
     rest = triangle.clone(memory_format=torch.contiguous_format)
+    total = float(rest.square().sum())  # in the order in which the rest is summed
     for _ in range(2):  # twice is enough
         basis.project_out_(rest)
     values, directions = _leading(rest, share)

@@ -61,6 +61,7 @@ class Population:
             ``learn`` asks for it) keeps nothing.
         uses: Which parameters each task uses.
         batch: What the runs learn from, during a step.
+        strayed: The largest gradients of what a task does not use, since they were last looked at.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Population:
         self.seen: list[Tensor] | None = None
         self.uses = Uses(self.layout)
         self.batch: Batch | None = None
+        self.strayed: Tensor | None = None
         modules = [list(model.modules()) for model in self.models]
         self._drops = any(_may_draw(module) for module in modules[0])
         self._reseeded = [[m for m in ms if isinstance(m, Reseeded)] for ms in modules]

@@ -20,7 +20,7 @@ from curvlab.training.progress import Progress
 from curvlab.training.record import Checkpoint, Record, data_digest
 from curvlab.training.run import Run
 from curvlab.training.schedule import Schedule
-from curvlab.training.step import take_step
+from curvlab.training.step import require_still, take_step
 
 
 @dataclass(slots=True)
@@ -124,6 +124,7 @@ class Loop:
             record.curve.add(self.population.losses())
             record.curve.end_epoch(per_epoch)
             self._check_finite(index, epoch)
+            require_still(self.population, index)
         timing["train_seconds"] += time.perf_counter() - begun
 
     def _augmented(self, inputs: Tensor, step: Step) -> Tensor:

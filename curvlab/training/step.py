@@ -3,6 +3,7 @@
 import time
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from curvlab.learners import Batch, Learner, Population, Step
@@ -38,7 +39,7 @@ def take_step(
     population.gradient_(inputs, targets, step.task, step.step, objective)
     unused = population.uses.unused(step.task)
     if not own and step.step % CHECKED == 0:
-        _require_still(population, unused, step)
+        _watch(population, unused)
     if weight_decay and unused:  # as in PyTorch: without a gradient, no decay
         slices = population.layout.slices()
         for where in (slices[name] for name in population.uses.of(step.task)):
@@ -51,11 +52,23 @@ def take_step(
     return seconds
 
 
-def _require_still(population: Population, unused: dict[str, slice], step: Step) -> None:
-    for name, where in unused.items():
-        if population.gradients[:, where].any():
+def _watch(population: Population, unused: dict[str, slice]) -> None:
+    """Note on the device, without waiting for it, whether what a task does not use moves."""
+    if unused:
+        found = torch.stack([population.gradients[:, w].abs().amax() for w in unused.values()])
+        before = population.strayed
+        population.strayed = found if before is None else torch.maximum(before, found)
+
+
+def require_still(population: Population, task: int) -> None:
+    """Raise if a step of ``task`` moved what the task was taken not to use."""
+    strayed, population.strayed = population.strayed, None
+    if strayed is None:
+        return
+    for name, largest in zip(population.uses.unused(task), strayed.tolist(), strict=True):
+        if largest > 0.0:
             raise RuntimeError(
-                f"task {step.task} moves parameter {name!r}, though a few of its samples had no "
+                f"task {task} moves parameter {name!r}, though a few of its samples had no "
                 "gradient there, so that learners took it for another task's: let a task use the "
                 "same parts of the network for every sample"
             )
