@@ -166,6 +166,15 @@ def test_what_is_said_of_proof_room_and_files_is_checked(made, match):
         made()
 
 
+def test_a_function_that_wants_another_dtype_is_told_how_to_get_it():
+    matrix = torch.eye(40, dtype=torch.float64)
+    with pytest.raises(RuntimeError) as raised:
+        lanczos((lambda v: matrix @ v, 40), 2)
+    assert "FromFunction(function, n, dtype=torch.float64" in raised.value.__notes__[0]
+    pairs = lanczos(FromFunction(lambda v: matrix @ v, 40, dtype=torch.float64), 2)
+    assert pairs.values.tolist() == pytest.approx([1.0, 1.0])
+
+
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.int64], ids=str)
 def test_complex_and_integer_products_are_refused_by_name(dtype):
     class Wrong(Drifting):

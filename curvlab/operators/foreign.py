@@ -37,10 +37,21 @@ class FromFunction(Operator):
 
     def _product(self, block: Tensor) -> Tensor:
         if self.blocks:
-            return self._checked(self.function(block.clone()), block)
+            return self._checked(self._called(block), block)
         if not len(block):
             return block.clone()
-        return torch.stack([self._checked(self.function(v.clone()), v) for v in block])
+        return torch.stack([self._checked(self._called(v), v) for v in block])
+
+    def _called(self, vectors: Tensor) -> Tensor:
+        try:
+            return self.function(vectors.clone())
+        except RuntimeError as error:
+            error.add_note(
+                f"the function was given {vectors.dtype} {tuple(vectors.shape)} on "
+                f"{vectors.device}; where it needs another dtype or device, pass "
+                "curvlab.operators.FromFunction(function, n, dtype=torch.float64, device=...)"
+            )
+            raise
 
     def _checked(self, image: Tensor, vectors: Tensor) -> Tensor:
         if not isinstance(image, Tensor) or image.shape != vectors.shape:
