@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.experiment import Experiment
 from experiments.shelf import LABEL, Training
-from experiments.store import Result, key_of
+from experiments.store import Result, plain
 
 PARTS = ("train_seconds", "after_task_seconds", "evaluate_seconds")
 
@@ -67,10 +67,15 @@ def _share(results: Sequence[Result], training: Training, seeds: Iterable[int]) 
     """Seconds of a training for ``seeds``; ``None`` unless all of them are known.
 
     Seeds that were trained side by side have equal notes, which count the seconds of all of them
-    together and, unlike the line's own, those before an interruption too.
+    together and, unlike the line's own, those before an interruption too. Lines of any version of
+    the code: its roundings take no time.
     """
-    wanted = {key_of(LABEL, training, seed, training.version): seed for seed in seeds}
-    lines = {wanted[one.key]: one for one in results if one.key in wanted}
+    wanted, config = set(seeds), plain(training)
+    lines = {
+        one.seed: one
+        for one in results
+        if one.label == LABEL and one.seed in wanted and one.config == config
+    }
     if len(lines) < len(wanted):
         return None
     together: dict[float, list[float]] = {}

@@ -25,7 +25,8 @@ LEGEND = (
     "depends on a choice that the paper leaves open; ○ not tested: not run, run at a smaller size "
     "only, or a learner in it learned no more than a frozen network knows. ⚠ learned so little "
     "that forgetting says nothing. A number in a table leads to the command that made it. Core "
-    "time includes trainings, which labels share."
+    "time includes trainings, which labels share. † trained by an earlier version of the code, "
+    "whose roundings differ: to be made again."
 )
 STYLES = {"agree": "agree", "disagree": "disagree", "undecided": "undecided",
           "not tested": "untested"}  # fmt: skip
@@ -188,7 +189,8 @@ def _verdict(
         learned = tag("span", f"⚠ {span}: barely", class_="warning") if low else span
     own = _marks([claim for claim in first.claims if claim.ours])
     took = "not known" if first.spent.training is None else duration(first.spent.total)
-    return [tag("a", names, href=f"#{first.anchor}"), marks, own, first.size, len(first.results),
+    size = f"{first.size} †" if first.earlier else first.size
+    return [tag("a", names, href=f"#{first.anchor}"), marks, own, size, len(first.results),
             learned, took]  # fmt: skip
 
 
