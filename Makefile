@@ -25,7 +25,7 @@ demo: $(STAMP)  ## the main job on embedded data: tables, a picture and the repo
 	$(RUN) -m experiments.demo --out demo
 
 test: $(STAMP)  ## the whole default test suite
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile
 
 test-slow: $(STAMP)  ## the long tests that `make test` leaves out
 	$(RUN) -m pytest -m slow

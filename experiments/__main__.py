@@ -3,7 +3,6 @@
 import argparse
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from curvlab.signals import termination_raises
 from experiments.costs import spent
 from experiments.experiment import SEEDS, SIZES, file_name
 from experiments.registry import EXPERIMENTS, find
@@ -22,9 +22,9 @@ RESULTS = Path("results/experiments")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill stops like Ctrl-C
     try:
-        return int(options.command(options))
+        with termination_raises():  # a polite kill stops like Ctrl-C
+            return int(options.command(options))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

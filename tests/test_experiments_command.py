@@ -414,3 +414,9 @@ def test_two_processes_on_one_folder_train_once_and_agree(tmp_path):
     assert [process.returncode for process in both] == [0, 0], said
     assert [r.label for r in Store(tmp_path).results()] == [LABEL, LABEL, "tab:long"]
     assert all("tab:tiny: accuracy" in out for out, _ in said)
+
+
+def test_the_command_leaves_signals_as_they_were(capsys):
+    main(["list"])
+    assert "tab:VOC" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
