@@ -369,6 +369,8 @@ def test_every_mnemonic_of_the_table_is_tested_here_or_with_the_memories():
         "trap",
         "atom",
         "red",
+        "madc",
+        "shf",
     }
     assert here | memories == set(TABLE)
 
@@ -381,7 +383,12 @@ def test_every_mnemonic_of_the_table_is_tested_here_or_with_the_memories():
         "add.rz.f32 %r1, %r2, %r3;",
         "fma.rz.f32 %r1, %r2, %r3, %r4;",
         "mul.hi.s64 %d1, %d2, %d3;",
-        "ld.local.b32 %r1, [%d1];",
+        "ld.const.b32 %r1, [%d1];",
+        "mad.hi.cc.u32 %r1, %r2, %r3, %r4;",
+        "madc.lo.u32 %r1, %r2, %r3, %r4;",
+        "shf.l.clamp.b32 %r1, %r2, %r3, %r4;",
+        "atom.global.max.noftz.bf16 %h1, [%a0], %h2;",
+        "atom.local.add.u32 %r1, [%d1], %r2;",
         "ld.global.v3.b32 {%r1, %r2, %r3}, [%a0];",
         "setp.lt.s32 %p1|%p2, %r1, %r2;",
         "cvt.rna.tf32.f32 %r1, %r2;",
@@ -395,6 +402,49 @@ def test_every_mnemonic_of_the_table_is_tested_here_or_with_the_memories():
 def test_what_is_not_known_is_refused_and_never_skipped(text):
     with pytest.raises(UnknownInstruction):
         Executable(parse(program(text, 1)))
+
+
+def test_a_product_of_64_bits_in_halves_carries():
+    a, b, c = (integers("u32", seed) for seed in (1, 2, 3))
+    d = np.roll(c, 5)
+    halves = "mad.lo.cc.u32 %r9, {1}, {2}, {3}; madc.hi.u32 %r8, {1}, {2}, {4}; "
+    halves += "mov.b64 {0}, {{%r9, %r8}};"
+    found = lanewise(halves, "u64 u32 u32 u32 u32", a, b, c, d)
+    for x, y, z, w, result in zip(*(each.tolist() for each in (a, b, c, d, found)), strict=True):
+        assert result == (x * y + z + (w << 32)) % 2**64
+
+
+def test_a_funnel_shift_takes_bits_of_both_registers():
+    low, high, by = (integers("u32", seed) for seed in (1, 2, 3))
+    left = lanewise("shf.l.wrap.b32 {0}, {1}, {2}, {3};", "u32 u32 u32 u32", low, high, by)
+    right = lanewise("shf.r.wrap.b32 {0}, {1}, {2}, {3};", "u32 u32 u32 u32", low, high, by)
+    for a, b, n, up, down in zip(
+        *(each.tolist() for each in (low, high, by, left, right)), strict=True
+    ):
+        pair = (b << 32) | a
+        assert up == (pair << n % 32) >> 32 & 0xFFFFFFFF
+        assert down == pair >> n % 32 & 0xFFFFFFFF
+
+
+def test_a_conversion_with_ftz_takes_subnormals_for_zeros():
+    values = np.zeros(LANES, np.float32)
+    values[:3] = np.finfo(np.float32).smallest_subnormal, 0.25, -3.5
+    up = lanewise("cvt.rpi.s32.f32 {0}, {1};", "s32 f32", values)
+    flushed = lanewise("cvt.rpi.ftz.s32.f32 {0}, {1};", "s32 f32", values)
+    assert up[:3].tolist() == [1, 1, -3]
+    assert flushed[:3].tolist() == [0, 1, -3]
+
+
+def test_a_kernel_that_does_not_end_is_an_error_with_its_place():
+    forever = "LOOP: add.u32 %r1, %r1, 1; setp.ne.u32 %p1, %t, 5; @%p1 bra DONE; bra LOOP; DONE:"
+    with pytest.raises(
+        Fault, match=r"k does not end: thread 5 of block 0 has taken 1,00\d instr.*limit="
+    ):
+        run(forever, limit=1000)
+    long = "mov.u32 %r1, 0; LOOP: add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 400; @%p1 bra LOOP;"
+    assert not run(long, limit=1300).findings
+    with pytest.raises(Fault, match="does not end"):
+        run(long, limit=1200)
 
 
 def test_an_undeclared_register_and_a_missing_label_are_errors():

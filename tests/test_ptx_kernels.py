@@ -248,6 +248,101 @@ def test_a_histogram_is_right_with_atomics_and_races_without():
         execute(histogram_kernel, (4,), x, out, 1000, ATOMIC=False, BLOCK=256)
 
 
+@triton.jit
+def layer_norm_kernel(x, out, columns, BLOCK: tl.constexpr):
+    """Squares are fused with their sums in one of two lanes that exchange them."""
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    values = tl.load(x + row * columns + at, mask=at < columns, other=0.0)
+    rest = tl.where(at < columns, values - tl.sum(values, axis=0) / columns, 0.0)
+    deviation = tl.sqrt(tl.sum(rest * rest, axis=0) / columns)
+    tl.store(out + row * columns + at, rest / deviation, mask=at < columns)
+
+
+@triton.jit
+def waves_kernel(x, out, n, BLOCK: tl.constexpr):
+    """Large arguments are reduced in memory of the thread, with a table and carries."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + at, mask=at < n, other=0.0, volatile=True)
+    tl.store(out + at, tl.sin(values), mask=at < n)
+    tl.store(out + n + at, tl.cos(values), mask=at < n)
+
+
+@triton.jit
+def counts_kernel(x, out, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Atomics in shared memory, then in global memory."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.atomic_add(out + tl.arange(0, BINS), tl.histogram(tl.load(x + at), BINS))
+
+
+@triton.jit
+def loss_kernel(x, targets, out, columns, BLOCK: tl.constexpr):
+    """Cross-entropy with a running maximum."""
+    row, largest, total = tl.program_id(0), -float("inf"), 0.0
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(x + row * columns + at, mask=at < columns, other=-float("inf"))
+        larger = tl.maximum(largest, tl.max(values, axis=0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(values - larger), axis=0)
+        largest = larger
+    right = tl.load(x + row * columns + tl.load(targets + row))
+    tl.store(out + row, largest + tl.log(total) - right)
+
+
+@triton.jit
+def sorted_and_summed_kernel(x, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    values = tl.load(x + at)
+    tl.store(out + at, tl.sort(values))
+    tl.store(out + BLOCK + at, tl.cumsum(values, axis=0))
+
+
+@triton.jit
+def persistent_kernel(x, out, n, BLOCK: tl.constexpr):
+    for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+        at = tile * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(x + at, mask=at < n)
+        tl.store(out + at, values * tl.sigmoid(values), mask=at < n)
+
+
+@triton.jit
+def waiting_kernel(flag):
+    while tl.load(flag, volatile=True) == 0:
+        pass
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_kernels_as_users_write_them_are_right(architecture):
+    def near(actual, exact):
+        assert torch.allclose(actual.double(), exact, rtol=1e-5, atol=1e-6)
+
+    options = {"architecture": architecture}
+    x, out = random(5, 100, dtype=torch.float32), torch.empty(5, 100)
+    execute(layer_norm_kernel, (5,), x, out, 100, BLOCK=128, **options)
+    near(out, torch.nn.functional.layer_norm(x.double(), (100,), eps=0.0))
+    targets, losses = torch.tensor([3, 99, 0, 50, 7]), torch.empty(5)
+    execute(loss_kernel, (5,), x, targets, losses, 100, BLOCK=64, **options)
+    near(losses, torch.nn.functional.cross_entropy(x.double(), targets, reduction="none"))
+
+    x = random(300, dtype=torch.float32) * 10.0 ** torch.arange(300).remainder(7)
+    out = torch.empty(2, 300)
+    execute(waves_kernel, (3,), x, out, 300, BLOCK=128, **options)
+    near(out, torch.stack([x.double().sin(), x.double().cos()]))
+    execute(persistent_kernel, (2,), x, out, 300, BLOCK=64, **options)
+    near(out[0], torch.nn.functional.silu(x.double()))
+
+    x, out = random(128, dtype=torch.float32), torch.empty(2, 128)
+    execute(sorted_and_summed_kernel, (1,), x, out, BLOCK=128, **options)
+    near(out, torch.stack([x.sort().values, x.double().cumsum(0)]).double())
+    x, counts = torch.arange(512, dtype=torch.int32) ** 2 % 16, torch.zeros(16, dtype=torch.int32)
+    execute(counts_kernel, (2,), x, counts, BINS=16, BLOCK=256, **options)
+    assert torch.equal(counts.long(), torch.bincount(x, minlength=16))
+
+
+def test_a_kernel_that_waits_for_ever_is_a_fault_that_names_the_line():
+    with pytest.raises(Fault, match=r"waiting_kernel does not end.*test_ptx_kernels\.py.*limit="):
+        execute(waiting_kernel, (2,), torch.zeros(1, dtype=torch.int32), limit=2000)
+
+
 def test_instructions_of_tensor_cores_are_refused_by_name():
     a = torch.randn(64, 64, dtype=torch.float16)
     with pytest.raises(UnknownInstruction, match="mma"):

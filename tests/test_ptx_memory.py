@@ -163,7 +163,95 @@ def test_atomic_exchange_keeps_one_of_the_values():
     assert memory[0] < 32
 
 
+def test_atomics_of_half_precision_round_each_sum():
+    memory, ones = np.zeros(1, np.float16), np.full(32, 0.001, np.float16)
+    add = "mad.wide.u32 %w0, %t, 2, %a1; ld.global.b16 %h1, [%w0]; "
+    run(add + "atom.global.add.noftz.f16 %h2, [%a0], %h1;", memory, ones)
+    expected = np.float16(0)
+    for each in ones:
+        expected = np.float16(expected + each)
+    assert memory[0] == expected
+    bits, value = np.zeros(1, np.uint16), np.full(32, 0x3F80, np.uint16)  # 1 in bfloat16
+    run(add + "red.global.add.noftz.bf16 [%a0], %h1;", bits, value)
+    assert bits[0] == 0x4200  # 32
+
+
+def test_a_volatile_load_is_a_load():
+    source, out = numbers() * 3, numbers()
+    run("mad.wide.u32 %w1, %t, 4, %a1; ld.volatile.global.b32 %r1, [%w1];" + STORE, out, source)
+    assert np.array_equal(out, source)
+
+
+# Memory of a thread
+
+LOCAL = """
+    .local .align 4 .b8 own[8]; mov.b32 %r9, own; add.u32 %r8, %t, 7;
+    {store} ld.local.b32 %r1, [%r9+4];
+"""
+
+
+def test_each_thread_has_its_own_local_memory():
+    out = numbers(128)
+    body = LOCAL.format(store="st.local.b32 [%r9+4], %r8;") + STORE
+    assert not run(body, out, threads=128).findings
+    assert np.array_equal(out, np.arange(128) + 7)
+
+
+def test_local_memory_is_checked_like_shared_memory():
+    assert "read before it is written" in finding(run(LOCAL.format(store="")))
+    with pytest.raises(Fault, match="out of bounds"):
+        run(LOCAL.format(store="st.local.b32 [%r9+16], %r8;"))
+
+
 # Shared memory
+
+COUNT = """
+    mov.u32 %r9, buffer; and.b32 %r8, %t, 3; shl.b32 %r8, %r8, 2; add.u32 %r7, %r9, %r8;
+    setp.lt.u32 %p1, %t, 4; {first} st.shared.b32 [%r7], 0; bar.sync 0;
+    atom.shared.add.u32 %r2, [%r7], 1; {second} ld.shared.b32 %r1, [%r7];
+"""
+
+
+def test_atomics_in_shared_memory_add_up_and_race_with_plain_accesses_only():
+    out = numbers(64)
+    body = COUNT.format(first="@%p1", second="bar.sync 0;") + STORE
+    assert not run(body, out, threads=64).findings
+    assert (out == 16).all()
+    report = run(COUNT.format(first="@%p1", second=""), threads=64)
+    assert "race in shared memory: read after write" in finding(report)
+    (text, *_) = run(
+        COUNT.format(first="@!%p1", second="bar.sync 0;").replace("bar.sync 0;", "", 1), threads=64
+    ).findings
+    assert "race in shared memory" in text
+
+
+def stored_at_one_address(bits, threads=32):
+    """Every thread stores its number of ``bits`` at one address of shared memory."""
+    body = "mov.u32 %r9, buffer; mad.wide.u32 %w0, %t, 4, %a0; ld.global.b32 %r1, [%w0];"
+    return run(body + "st.shared.b32 [%r9], %r1;", bits, threads=threads)
+
+
+def test_sums_of_one_warp_that_round_otherwise_are_told_and_no_fault():
+    value = np.full(32, 1.5, np.float32).view(np.uint32)
+    value[7] += 3
+    report = stored_at_one_address(value)
+    assert not report.findings
+    assert sum(report.rounding.values()) == 1
+
+
+def test_other_values_at_one_address_are_a_fault():
+    what = "two threads store different values at one address"
+    assert what in finding(stored_at_one_address(numbers()))
+    value = np.full(64, 1.5, np.float32).view(np.uint32)
+    value[:32] += 3  # one warp's: two warps are in no order
+    assert what in finding(stored_at_one_address(value, threads=64))
+    value = np.full(32, 1.5, np.float32).view(np.uint32)
+    value[7] += 100
+    assert what in finding(stored_at_one_address(value))
+    assert what in finding(stored_at_one_address(numbers() + 1_000_000))
+
+
+# Exchanges
 
 EXCHANGE = """
     mov.u32 %r9, buffer; shl.b32 %r8, %t, 2; add.u32 %r7, %r9, %r8;

@@ -100,6 +100,13 @@ def close(actual: Tensor, expected: Tensor, scale: float, dtype: torch.dtype, wh
     assert error <= allowed, f"{what}: error {error:.2e}, allowed {allowed:.2e}"
 
 
+def same_squares(actual: Tensor, vector: Tensor, what: str) -> None:
+    """Raise unless ``actual`` ``(1,)`` is the sum of squares of a vector as it is stored."""
+    wanted = float(reference.norm(vector.cpu())) ** 2
+    error = abs(float(actual) - wanted) / wanted
+    assert error <= 1e-13, f"squares {what}: relative error {error:.1e}"
+
+
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Standard normal numbers on the CPU."""
     generator = torch.Generator().manual_seed(seed)

@@ -7,8 +7,18 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels import _triton, reference
-from curvlab_kernels._triton.orthonormalise import coefficients_and_squares
-from curvlab_kernels.audit.agreement import ORTHOGONALITY, Check, basis, close, random
+from curvlab_kernels._triton.apply import subtract_into
+from curvlab_kernels._triton.dots import Unless
+from curvlab_kernels._triton.lanczos_step import third_pass, two_passes
+from curvlab_kernels._triton.orthonormalise import coefficients_and_squares, subtract_and_dot
+from curvlab_kernels.audit.agreement import (
+    ORTHOGONALITY,
+    Check,
+    basis,
+    close,
+    random,
+    same_squares,
+)
 
 
 def orthogonal_checks() -> Iterator[Check]:
@@ -41,6 +51,26 @@ def orthogonality(rows: Tensor, vectors: Tensor) -> float:
     return max(float(part.abs().max()) for part in (within, vectors @ rows.T) if part.numel())
 
 
+def passes(rows: Tensor, vector: Tensor, start: int) -> None:
+    """What each pass of a step leaves: the sums by which rank and a further pass are decided.
+
+    Args:
+        start: The first row of the first pass; ``m >= 1``.
+    """
+    vector, length = vector.clone(), float(reference.norm(vector.cpu()))
+    removed = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    removed[start:], before = coefficients_and_squares(rows[start:], vector)
+    same_squares(before, vector, "before")
+    more, passed, rest = subtract_and_dot(rows, removed, start, vector)
+    same_squares(passed, rest, "after the first pass")
+    values = rows[:, : len(vector)].cpu().double()
+    exact = vector.cpu().double() - removed.cpu() @ values
+    close(rest, exact, float(vector.abs().max()), vector.dtype, "rest")
+    close(more, values @ rest.cpu().double(), length, vector.dtype, "second coefficients")
+    after = subtract_into(rows, more, rest, vector)
+    same_squares(after, vector, "after the second pass")
+
+
 def orthonormalise(m: int, n: int, *arguments: torch.dtype | torch.device) -> None:
     """``orthonormalise_`` of a random vector; float32 unless a dtype comes before the device."""
     *given, device = arguments
@@ -51,9 +81,8 @@ def orthonormalise(m: int, n: int, *arguments: torch.dtype | torch.device) -> No
     expected = random(n, seed=2, dtype=dtype)
     actual = expected.to(device, copy=True)
     length = float(reference.norm(expected))
-    if m:  # by which a dependent vector is told
-        _, squares = coefficients_and_squares(rows.to(device), actual)
-        close(squares.sqrt(), reference.norm(expected).view(1), length, dtype, "norm before")
+    if m:
+        passes(rows.to(device), actual, 0)
     removed, after = _triton.orthonormalise_(rows.to(device), actual)
     wanted, wanted_after = reference.orthonormalise_(rows, expected)
     close(removed, wanted, length, dtype, "coefficients")
@@ -91,6 +120,7 @@ def lanczos(m: int, n: int, dtype: torch.dtype, beta: float | None, device: torc
         expected += (beta * rows[-2, :n] + 0.3 * rows[-1, :n]).to(dtype)
     actual = expected.to(device, copy=True)
     length = float(reference.norm(expected))
+    passes(rows.to(device), actual, 0 if beta is None else m - 2)
     alpha, after, removed = _triton.lanczos_step_(rows.to(device), actual, beta)
     wanted = reference.lanczos_step_(rows, expected, beta)
     close(alpha, wanted[0], length, dtype, "alpha")
@@ -106,10 +136,39 @@ def deflated(device: torch.device) -> None:
     n = 1023
     rows, _ = basis(9, n, torch.float32)
     expected = (random(n, seed=2) * 1e-6 + 5.0 * rows[0, :n]).float()
+    passes(rows.to(device), expected.to(device), 7)
+    decided_pass(rows.to(device), random(n, seed=3, dtype=torch.float32).to(device))
     actual = expected.to(device, copy=True)
-    _triton.lanczos_step_(rows.to(device), actual, 0.1)
+    removed, _, passed, after = two_passes(rows.to(device), actual, 0.1)
+    removed, after = third_pass(rows.to(device), actual, removed, passed, after)
+    same_squares(after, actual, "after the third pass")
+    rest = expected.double() - removed.cpu() @ rows[:, :n].double()
+    close(actual, rest, 5.0, torch.float32, "vector")
+    actual = expected.to(device, copy=True)
+    _, beta, _ = _triton.lanczos_step_(rows.to(device), actual, 0.1)
+    assert torch.equal(beta, after.sqrt().view(())), f"norm {float(beta)} is not that of the passes"
     error = orthogonality(rows, actual.unsqueeze(0))
     assert error <= ORTHOGONALITY[torch.float32], f"not orthonormal: {error:.1e}"
+
+
+def decided_pass(rows: Tensor, vector: Tensor) -> None:
+    """A pass that the GPU decides on, of a vector that it changes by more than rounding."""
+    values, length = rows[:, : len(vector)].cpu().double(), float(reference.norm(vector.cpu()))
+    # Where sums over the rows leave it: kernels are compiled by alignment.
+    ones = torch.ones(len(rows) + 1, dtype=torch.float64, device=rows.device)[-1:]
+    more, squares = coefficients_and_squares(rows, vector, Unless(ones, 0 * ones, 0.5))
+    close(more, values @ vector.cpu().double(), length, vector.dtype, "coefficients")
+    same_squares(squares, vector, "before a pass that was decided on")
+    exact = vector.cpu().double() - more.cpu() @ values
+    removed, after = third_pass(rows, vector, 0 * more, ones, 0 * ones)
+    close(removed, more, length, vector.dtype, "what a pass that was decided on removed")
+    close(vector, exact, float(vector.abs().max()), vector.dtype, "vector")
+    same_squares(after, vector, "after it")
+    kept = vector.clone()
+    removed, after = third_pass(rows, vector, 0 * more, ones, ones)
+    assert torch.equal(vector, kept), "a pass that was not needed changed the vector"
+    assert not removed.any(), "a pass that was not needed removed something"
+    assert torch.equal(after, ones), "a pass that was not needed changed the squares"
 
 
 def exhausted(device: torch.device) -> None:
@@ -126,6 +185,7 @@ def block(m: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
     rows, _ = basis(m, n, dtype)
     expected = random(6, n, seed=2, dtype=dtype)
     actual = expected.to(device, copy=True)
+    same_norms(actual)
     kept = _triton.orthonormalise_block_(rows.to(device), actual)
     wanted = reference.orthonormalise_block_(rows, expected)
     assert torch.equal(kept.cpu(), wanted), f"kept {kept.tolist()}, not {wanted.tolist()}"
@@ -183,8 +243,11 @@ def norms(dtype: torch.dtype, device: torch.device) -> None:
         assert _triton.norm(torch.zeros(empty, dtype=dtype, device=device)).shape == empty[:-1]
     for shape in ((1,), (1023,), (4999,), (3, 1025)):
         vector = random(*shape, seed=2, dtype=dtype) * 1e30  # whose squares float32 cannot hold
-        expected = reference.norm(vector)
-        actual = _triton.norm(vector.to(device)).cpu()
-        assert actual.shape == expected.shape, f"shape {actual.shape} for a vector {shape}"
-        error = float(((actual - expected) / expected).abs().max())
-        assert error <= 1e-14, f"norm of {shape}: relative error {error:.1e}"
+        same_norms(vector.to(device))
+
+
+def same_norms(vectors: Tensor) -> None:
+    expected, actual = reference.norm(vectors.cpu()), _triton.norm(vectors).cpu()
+    assert actual.shape == expected.shape, f"norms {actual.shape} of {tuple(vectors.shape)}"
+    error = float(((actual - expected) / expected).abs().max())
+    assert error <= 1e-14, f"norm of {tuple(vectors.shape)}: relative error {error:.1e}"

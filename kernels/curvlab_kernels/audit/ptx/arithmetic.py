@@ -11,7 +11,7 @@ import numpy as np
 
 from curvlab_kernels.audit.ptx.machine import Machine, Mask, Step, reader, writer
 from curvlab_kernels.audit.ptx.numbers import FLOATS, TYPES, UNSIGNED, Array, fused
-from curvlab_kernels.audit.ptx.program import BITS, Instruction, Program
+from curvlab_kernels.audit.ptx.program import BITS, CARRY, Instruction, Program
 
 Build = Callable[[Program, Instruction], Step]
 _PACKED: dict[str, tuple[str, np.dtype[Any]]] = {
@@ -88,6 +88,8 @@ def _pairs(function: Callable[..., Array], part: np.dtype[Any]) -> Callable[...,
 def _multiply(program: Program, instruction: Instruction) -> Step:
     """``mul`` and ``mad`` of integers: low, high or whole products; ``mul`` of floats."""
     parts, adds = instruction.parts, instruction.parts[0] == "mad"
+    if "cc" in parts:
+        return _carrying(program, instruction)
     if parts[-1] in (*FLOATS, *_PACKED) and not adds:
         return _arithmetic(np.multiply)(program, instruction)
     kind = only(instruction, ("lo", "hi", "wide"), INTEGERS)
@@ -109,6 +111,28 @@ def _multiply(program: Program, instruction: Instruction) -> Step:
     if not adds:
         return elementwise(program, instruction, product, [kind, kind])
     return elementwise(program, instruction, lambda a, b, c: product(a, b) + c, [kind, kind, added])
+
+
+def _carrying(program: Program, instruction: Instruction) -> Step:
+    """``mad.lo.cc`` and ``madc.hi``: a product of 64 bits in two halves, with the carry between."""
+    first = instruction.parts == ("mad", "lo", "cc", "u32")
+    if not first and instruction.parts != ("madc", "hi", "u32"):
+        raise instruction.unknown()
+    sources = [reader(program, text, "u32") for text in instruction.operands[1:]]
+    write, carry = writer(program, instruction.operands[0]), reader(program, CARRY, "pred")
+    carries = writer(program, CARRY)
+
+    def run(machine: Machine, mask: Mask) -> None:
+        a, b, c = (read(machine).astype(np.uint64) for read in sources)
+        product = a * b
+        if first:
+            total = (product & np.uint64(2**32 - 1)) + c
+            carries(machine, total > np.uint64(2**32 - 1), mask)
+        else:
+            total = (product >> np.uint64(32)) + c + carry(machine)
+        write(machine, total.astype(np.uint32), mask)
+
+    return run
 
 
 def _fma(program: Program, instruction: Instruction) -> Step:
@@ -234,10 +258,10 @@ def _flushing(function: Callable[..., Array], instruction: Instruction) -> Calla
     """With ``ftz`` numbers too small for a full mantissa are zeros, coming in and going out."""
     if "ftz" not in instruction.parts:
         return function
-    return lambda *values: _flushed(function(*map(_flushed, values)))
+    return lambda *values: flushed(function(*map(flushed, values)))
 
 
-def _flushed(values: Array) -> Array:
+def flushed(values: Array) -> Array:
     tiny = np.abs(values) < np.finfo(values.dtype).tiny
     return np.where(tiny, np.copysign(values.dtype.type(0), values), values)
 
@@ -248,6 +272,7 @@ TABLE: dict[str, Build] = {
     "sub": _arithmetic(np.subtract),
     "mul": _multiply,
     "mad": _multiply,
+    "madc": _carrying,
     "fma": _fma,
     "div": _divide,
     "rem": _remainder,

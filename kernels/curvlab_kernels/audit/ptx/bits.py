@@ -35,6 +35,21 @@ def _shift(program: Program, instruction: Instruction) -> Step:
     return elementwise(program, instruction, shifted, [kind, "u32"])
 
 
+def _funnel(program: Program, instruction: Instruction) -> Step:
+    """``shf``: 32 of the 64 bits of two registers, shifted by at most 31."""
+    if instruction.parts not in (("shf", "l", "wrap", "b32"), ("shf", "r", "wrap", "b32")):
+        raise instruction.unknown()
+    left = instruction.parts[1] == "l"
+
+    def shifted(low: Array, high: Array, by: Array) -> Array:
+        pair = (high.astype(np.uint64) << np.uint64(32)) | low
+        by = by.astype(np.uint64) & np.uint64(31)
+        whole = (pair << by) >> np.uint64(32) if left else pair >> by
+        return whole.astype(np.uint32)
+
+    return elementwise(program, instruction, shifted, ["b32", "b32", "u32"])
+
+
 def _lop3(program: Program, instruction: Instruction) -> Step:
     only(instruction, (), ("b32",))
     table = int(instruction.operands[4], 0)
@@ -124,6 +139,7 @@ TABLE: dict[str, Build] = {
     "not": _logic(np.invert),
     "shl": _shift,
     "shr": _shift,
+    "shf": _funnel,
     "lop3": _lop3,
     "bfe": _bit_field,
     "prmt": _permute,

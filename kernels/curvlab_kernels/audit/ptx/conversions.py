@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from curvlab_kernels.audit.ptx.arithmetic import elementwise
+from curvlab_kernels.audit.ptx.arithmetic import elementwise, flushed
 from curvlab_kernels.audit.ptx.machine import Step
 from curvlab_kernels.audit.ptx.numbers import (
     FLOATS,
@@ -40,10 +40,13 @@ def convert(program: Program, instruction: Instruction) -> Step:
             raise instruction.unknown()
         return elementwise(program, instruction, lambda x: x.astype(TYPES[to]), [source])
     if source in FLOATS:
-        if len(modifiers) != 1 or modifiers[0] not in _TO_INTEGER:
+        mode, *flush = modifiers or [""]
+        if mode not in _TO_INTEGER or flush not in ([], ["ftz"]):
             raise instruction.unknown()
-        mode = modifiers[0]
-        return elementwise(program, instruction, lambda x: to_integer(x, to, mode), [source])
+        before = flushed if flush else np.asarray
+        return elementwise(
+            program, instruction, lambda x: to_integer(before(x), to, mode), [source]
+        )
     return _between_integers(program, instruction, modifiers, to, source)
 
 

@@ -12,7 +12,7 @@ from curvlab_kernels._triton.launch import Launch, handed_to
 from curvlab_kernels.audit.ptx.memory import GlobalMemory
 from curvlab_kernels.audit.ptx.program import parse
 from curvlab_kernels.audit.ptx.report import Report
-from curvlab_kernels.audit.ptx.scheduler import LANES, Executable
+from curvlab_kernels.audit.ptx.scheduler import LANES, LIMIT, Executable
 
 Order = Callable[[int], Iterable[int]]  # of the number of blocks
 # Programs per axis, or a function of the kernel's arguments by name that gives them.
@@ -40,6 +40,7 @@ def execute(
     races: bool = True,
     order: Order | None = None,
     lanes: int = LANES,
+    limit: int = LIMIT,
     **constants: Any,
 ) -> Report:
     """Compile a Triton kernel, execute its PTX on the CPU, and check what it does.
@@ -59,10 +60,12 @@ def execute(
         races: Look for races in global memory, which lists every access.
         order: Gives the order in which blocks run; all in ascending order by default.
         lanes: Threads that run side by side.
+        limit: Instructions that a thread may take; a kernel that takes more may never end.
         constants: Compile-time arguments and options such as ``num_warps``.
     """
     loaded, values, tensors, named = load(kernel, arguments, constants, architecture)
     spans = [_span(tensor) for tensor in (*tensors, *reaches) if tensor.numel()]
+    spans += [(each.ctypes.data, each.nbytes) for each in loaded.code.program.tables.values()]
     x, y, z = _programs(grid(named) if callable(grid) else grid)
     report = loaded.code.run(
         (x, y, z),
@@ -72,14 +75,18 @@ def execute(
         races=races,
         order=None if order is None else order(x * y * z),
         lanes=lanes,
+        limit=limit,
     )
     report.require_clean()
     return report
 
 
 def execute_launch(launch: Launch, architecture: int = 80, **options: Any) -> Report:
-    """:func:`execute` for a launch of this package; ``options`` are those of ``execute``."""
-    return execute(
+    """:func:`execute` for a launch of this package; ``options`` are those of ``execute``.
+
+    Bits of this package's kernels depend on nothing that a GPU decides: rounding counts as a fault.
+    """
+    report = execute(
         launch.kernel,
         (launch.programs,),
         *launch.arguments,
@@ -89,6 +96,10 @@ def execute_launch(launch: Launch, architecture: int = 80, **options: Any) -> Re
         **launch.constants,
         **launch.options,
     )
+    for instruction, count in report.rounding.items():
+        report.findings[f"lanes of a warp store sums that round otherwise: {instruction}"] += count
+    report.require_clean()
+    return report
 
 
 @contextmanager

@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from curvlab_kernels.audit.ptx.memory import SHARED_BASE, GlobalMemory, SharedMemory, stamped
+from curvlab_kernels.audit.ptx.memory import (
+    ATOMIC,
+    SHARED_BASE,
+    GlobalMemory,
+    SharedMemory,
+    stamped,
+)
 from curvlab_kernels.audit.ptx.numbers import TYPES, UNSIGNED, Array, bits_of
 from curvlab_kernels.audit.ptx.program import BITS, Instruction, Program
 from curvlab_kernels.audit.ptx.races import AccessLog, access
@@ -55,7 +61,10 @@ class Machine:
         self.warp_epoch = np.zeros(self.lanes, np.int32)  # and of the warp
         self.current = 0  # index of the instruction under way
         size = program.static_shared + dynamic_shared
-        self.shared = SharedMemory(blocks, size, _narrowest(program), report)
+        narrowest = _narrowest(program)
+        self.shared = SharedMemory(blocks, size, narrowest, report)
+        # What a thread has for itself, with the same checks: a block of its own.
+        self.local = SharedMemory(self.lanes, program.local, narrowest, report)
         self.special = self._special(grid)
         self.arguments = [
             np.array([value]).astype(TYPES[kind]).view(UNSIGNED[BITS[kind] // 8])
@@ -87,9 +96,10 @@ class Machine:
         """Indices of the lanes that take part."""
         return np.arange(self.lanes) if mask is None else np.flatnonzero(mask)
 
-    def stamp(self, active: Array) -> Array:
+    def stamp(self, active: Array, atomic: bool = False) -> Array:
         """Who accesses shared memory, and when."""
-        return stamped(self.epoch[active], self.warp_epoch[active], self.tid[active])
+        thread = np.full(active.size, ATOMIC) if atomic else self.tid[active]
+        return stamped(self.epoch[active], self.warp_epoch[active], thread)
 
     def arrive(self, blocks: Array) -> None:
         """All threads of these blocks have met at a barrier."""
@@ -123,11 +133,11 @@ class Machine:
 
 
 def _narrowest(program: Program) -> int:
-    """Bytes of the narrowest access of shared memory."""
+    """Bytes of the narrowest access of shared and local memory."""
     narrowest = 4
     for instruction in program.instructions:
         parts = instruction.parts
-        if "shared" in parts and parts[0] in ("ld", "st"):
+        if {"shared", "local"} & set(parts) and parts[0] in ("ld", "st", "atom"):
             narrowest = min(narrowest, BITS[parts[-1]] // 8)
         elif parts[0] in ("ldmatrix", "stmatrix") and "trans" in parts:
             narrowest = min(narrowest, 2)
@@ -163,6 +173,8 @@ def reader(program: Program, text: str, kind: str) -> Reader:
         return lambda machine: machine.special[text].view(wanted)
     if text in program.arrays:
         constant = np.array([SHARED_BASE + program.arrays[text]]).astype(wanted)
+    elif text in program.tables:
+        constant = np.array([program.tables[text].ctypes.data]).astype(wanted)
     else:
         constant = _constant(text, wanted)
     return lambda _: constant

@@ -13,7 +13,8 @@ _LOWEST, _HIGHEST = 1 << 16, 1 << 47  # user addresses of a 64-bit process
 # Elements to read and write memory with; complex128 is sixteen bytes that numpy moves at once.
 _CONTAINER = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 # An access is stamped with the block's barriers so far, its warp's, and its thread.
-_BLOCK, _WARP = 32, 10  # bits to the right of the first two
+_BLOCK, _WARP = 32, 11  # bits to the right of the first two
+ATOMIC = 1 << 10  # the thread of all atomics, which do not race among each other
 _THREAD, _LANE = (1 << _WARP) - 1, 31
 SHARED_BASE = 1024  # where shared memory begins, so that an address of zero is out of bounds
 
@@ -95,6 +96,17 @@ class GlobalMemory:
         return ((addresses - np.uint64(_LOWEST)) // np.uint64(width)).astype(np.int64)
 
 
+def _rounded_otherwise(first: Array, second: Array) -> Array:
+    """Whether bits are those of floats that differ by a few roundings."""
+    if first.itemsize < 4:
+        return np.zeros(first.shape, bool)
+    a, b = (each.view(f"f{first.itemsize}") for each in (first, second))
+    limits = np.finfo(a.dtype)
+    larger = np.maximum(np.abs(a), np.abs(b))
+    near: Array = (larger >= limits.tiny) & (np.abs(a - b) <= 32 * limits.eps * larger)
+    return near
+
+
 class SharedMemory:
     """Shared memory of a batch of blocks, that knows who touched what since the last barrier.
 
@@ -155,8 +167,14 @@ class SharedMemory:
                 self.report.found("race in shared memory: write after read", instruction)
             self.writer[units] = stamp
         memory[at // width] = values
-        if (memory[at // width] != values).any():
-            self.report.found("two threads store different values at one address", instruction)
+        lost = memory[at // width] != values
+        if lost.any():
+            stays, last = memory[at[lost] // width], self.writer[at[lost] // self.unit]
+            one_warp = ((last ^ stamp[lost]) & (_THREAD - _LANE)) == 0
+            if (one_warp & _rounded_otherwise(stays, values[lost])).all():
+                self.report.rounding[str(instruction)] += 1
+            else:
+                self.report.found("two threads store different values at one address", instruction)
 
     def _units(self, at: Array, width: int) -> list[Array]:
         first = at // self.unit
@@ -166,7 +184,7 @@ class SharedMemory:
     def _ordered(theirs: Array, mine: Array) -> Array:
         """Whether a barrier lies between their access and mine: the block's, or of one warp."""
         differ = theirs ^ mine
-        warp = ((differ & (_THREAD - _LANE)) == 0) & ((differ >> _WARP) & (2**22 - 1) != 0)
+        warp = ((differ & (_THREAD - _LANE)) == 0) & ((differ >> _WARP) & (2**21 - 1) != 0)
         between: Array = ((differ >> _BLOCK) != 0) | warp
         return between
 

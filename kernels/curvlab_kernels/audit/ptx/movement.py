@@ -15,7 +15,15 @@ from curvlab_kernels.audit.ptx.machine import (
     reader,
     writer,
 )
-from curvlab_kernels.audit.ptx.numbers import TYPES, UNSIGNED, Array, bits_of
+from curvlab_kernels.audit.ptx.memory import SharedMemory
+from curvlab_kernels.audit.ptx.numbers import (
+    TYPES,
+    UNSIGNED,
+    Array,
+    bits_of,
+    from_bfloat16,
+    to_bfloat16,
+)
 from curvlab_kernels.audit.ptx.program import BITS, Instruction, Program
 
 # Hints on caches and ordering that change no value in an execution without races.
@@ -77,28 +85,36 @@ def _check_hints(instruction: Instruction, space: str) -> None:
         raise instruction.unknown()
 
 
+def _space(instruction: Instruction, known: tuple[str, ...]) -> str:
+    space = next((part for part in instruction.parts[1:] if part in known), None)
+    if space is None:
+        raise instruction.unknown("uses a memory that is not known")
+    return space
+
+
 def load(program: Program, instruction: Instruction) -> Step:
-    """``ld`` from parameters, global or shared memory."""
-    space = instruction.parts[1]
+    """``ld`` from parameters, global, shared or a thread's own memory."""
+    space = _space(instruction, ("param", "global", "shared", "local"))
     target, source = instruction.operands[:2]
     kind = instruction.parts[-1]
     if space == "param":
         return _load_parameter(program, instruction, kind)
-    if space not in ("global", "shared"):
-        raise instruction.unknown("reads a memory that is not known")
     _check_hints(instruction, space)
     size, count = _width(instruction)
     writes, where = [writer(program, name) for name in listed(target)], addresses(program, source)
     if len(writes) != count:
         raise instruction.unknown("has another number of registers than its opcode says")
-    fetch = _from_global if space == "global" else _from_shared
 
     def run(machine: Machine, mask: Mask) -> None:
         active = machine.active(mask)
         if not active.size:
             return
         at = machine.spread(where(machine))[active]
-        parts = fetch(machine, active, at, size * count, instruction)
+        if space == "global":
+            parts = _from_global(machine, active, at, size * count, instruction)
+        else:
+            memory, place = _placed(machine, space, active, at, size * count, instruction)
+            parts = memory.load(place, size * count, machine.stamp(active), instruction)
         parts = parts.view(UNSIGNED[size]).reshape(-1, count)
         for index, write in enumerate(writes):
             values = np.ascontiguousarray(parts[:, index]).view(TYPES[kind])
@@ -138,18 +154,18 @@ def _from_global(
     return np.stack(parts, axis=1).reshape(-1)
 
 
-def _from_shared(
-    machine: Machine, active: Array, at: Array, width: int, instruction: Instruction
-) -> Array:
-    place = machine.shared.place(at, machine.block[active], width, instruction)
-    return machine.shared.load(place, width, machine.stamp(active), instruction)
+def _placed(
+    machine: Machine, space: str, active: Array, at: Array, width: int, instruction: Instruction
+) -> tuple[SharedMemory, Array]:
+    """Shared memory of the lanes' blocks, or the lanes' own, and the positions in it."""
+    if space == "local":
+        return machine.local, machine.local.place(at, active, width, instruction)
+    return machine.shared, machine.shared.place(at, machine.block[active], width, instruction)
 
 
 def store(program: Program, instruction: Instruction) -> Step:
-    """``st`` to global or shared memory."""
-    space = instruction.parts[1]
-    if space not in ("global", "shared"):
-        raise instruction.unknown("writes a memory that is not known")
+    """``st`` to global, shared or a thread's own memory."""
+    space = _space(instruction, ("global", "shared", "local"))
     _check_hints(instruction, space)
     size, count = _width(instruction)
     target, source = instruction.operands[:2]
@@ -171,9 +187,9 @@ def store(program: Program, instruction: Instruction) -> Step:
                 machine.listed(active, owner, piece, size, each)
                 machine.memory.store(piece, each)
         else:
-            place = machine.shared.place(at, machine.block[active], size * count, instruction)
+            memory, place = _placed(machine, space, active, at, size * count, instruction)
             for index, each in enumerate(values):
-                machine.shared.store(place + index * size, each, machine.stamp(active), instruction)
+                memory.store(place + index * size, each, machine.stamp(active), instruction)
 
     return run
 
@@ -189,14 +205,20 @@ _ATOMIC: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
+def _add_bfloat16(first: Array, second: Array) -> Array:
+    return to_bfloat16(from_bfloat16(first) + from_bfloat16(second))
+
+
 def atomic(program: Program, instruction: Instruction) -> Step:
-    """``atom`` and ``red`` on global memory, one lane after the other at each address."""
+    """``atom`` and ``red``, one lane after the other at each address."""
     parts = instruction.parts
     operation = next((part for part in parts if part in (*_ATOMIC, "cas")), "")
-    hints = _HINTS | {"global", "acq_rel", "acquire", "release", operation}
+    space = _space(instruction, ("global", "shared"))
+    hints = _HINTS | {space, "acq_rel", "acquire", "release", "noftz", operation}
     kind = only(instruction, hints, tuple(TYPES))
-    if "global" not in parts or not operation:
+    if not operation or (kind == "bf16" and operation != "add"):
         raise instruction.unknown()
+    function = _add_bfloat16 if kind == "bf16" else _ATOMIC.get(operation)
     returns = parts[0] == "atom"
     target = writer(program, instruction.operands[0]) if returns else None
     where = addresses(program, instruction.operands[1 if returns else 0])
@@ -212,19 +234,30 @@ def atomic(program: Program, instruction: Instruction) -> Step:
             return
         at = machine.spread(where(machine))[active]
         values = [machine.spread(read(machine))[active] for read in reads]
-        owner = machine.memory.locate(at, width, instruction)
-        machine.listed(active, owner, at, width, bits_of(values[-1]), atomic=True)
+        if space == "global":
+            owner = machine.memory.locate(at, width, instruction)
+            machine.listed(active, owner, at, width, bits_of(values[-1]), atomic=True)
+        else:
+            at = machine.shared.place(at, machine.block[active], width, instruction)
+        stamp = machine.stamp(active, atomic=True)
         old = np.empty(active.size, TYPES[kind])
         waiting = np.arange(active.size)
         while waiting.size:  # each turn takes one lane of every address
             _, first = np.unique(at[waiting], return_index=True)
             turn = waiting[first]
-            before = machine.memory.load(at[turn], width).view(TYPES[kind])
-            if operation == "cas":
+            if space == "global":
+                found = machine.memory.load(at[turn], width)
+            else:
+                found = machine.shared.load(at[turn], width, stamp[turn], instruction)
+            before = found.view(TYPES[kind])
+            if function is None:  # compare and swap
                 new = np.where(before == values[0][turn], values[1][turn], before)
             else:
-                new = _ATOMIC[operation](before, values[0][turn])
-            machine.memory.store(at[turn], bits_of(new))
+                new = function(before, values[0][turn])
+            if space == "global":
+                machine.memory.store(at[turn], bits_of(new))
+            else:
+                machine.shared.store(at[turn], bits_of(new), stamp[turn], instruction)
             old[turn] = before
             waiting = np.delete(waiting, first)
         if target is not None:

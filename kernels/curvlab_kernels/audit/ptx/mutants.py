@@ -9,8 +9,11 @@ rows and columns. Its fate is one of
 - flagged: the sanitizer or the comparison with the reference objects,
 - equivalent: every launch leaves the same bits and nothing to object to, and a probe in the place
   shows why: no index meets the bound, the guard holds for every thread, all threads store the same,
-  the sum adds zero, no two threads conflict across the barrier,
+  the sum adds zero, no two threads conflict across the barrier, both lanes hold the same, a NaN in
+  the result's place changes no bit either,
 - same bits: the same, but no probe tells why,
+- rounding: nobody objects, and no number differs by more than its last place, as where the lower
+  half of a float64 goes astray before a float32 is made of it: no comparison can tell that,
 - not reached: no thread comes there in any check,
 - missed: some bits differ and nobody objects.
 """
@@ -35,7 +38,7 @@ from curvlab_kernels.audit.ptx.report import Fault
 from curvlab_kernels.audit.ptx.scheduler import Executable
 
 _OTHER_DISTANCE = {"16": "8", "8": "4", "4": "2", "2": "1", "1": "2"}
-_MEMORY = r"(?:ld|st)\.global[\w.:]*"
+_MEMORY = r"(?:ld|st)\.global[\w.:]*\."
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,60 +46,104 @@ class Kind:
     """A way to break a kernel: what to look for, what to put there, and when it changes nothing.
 
     Attributes:
-        probe: PTX that traps, or gives other bits, where the mutation makes a difference; ``None``
-            if there is none.
-        reason: What it means that the probe changes nothing.
+        probes: PTX that traps, or gives other bits, where the mutation makes a difference, and what
+            it means that it changes nothing; the first that does not tells the reason.
     """
 
     name: str
     pattern: str
     replace: Callable[[re.Match[str]], str]
-    probe: Callable[[re.Match[str]], str] | None = None
-    reason: str = ""
+    probes: tuple[tuple[Callable[[re.Match[str]], str], str], ...] = ()
 
 
 def _bound(name: str, type_: str) -> Kind:
     return Kind(
         name,
-        rf"setp\.lt\.{type_}(\s+%p\d+, ([^,;]+), ([^,;]+);)",
+        rf"setp\.lt\.{type_}(\s+(%p\d+), ([^,;]+), ([^,;]+);)",
         lambda m: f"setp.le.{type_}{m[1]}",
-        lambda m: (
-            f"{{ .reg .pred %probe; setp.eq.{type_} %probe, {m[2]}, {m[3]}; @%probe trap; }} {m[0]}"
+        (
+            (
+                lambda m: (
+                    f"{{ .reg .pred %probe; setp.eq.{type_} %probe, {m[3]}, {m[4]}; "
+                    f"@%probe trap; }} {m[0]}"
+                ),
+                "no index meets the bound",
+            ),
+            (lambda m: f"setp.eq.{type_} {m[2]}, 0, 0;", "without the bound it is the same too"),
         ),
-        "no index meets the bound",
     )
 
 
+def _loaded(place: re.Match[str]) -> list[str]:
+    """The registers that a guarded load of ``place`` fills; none of a store."""
+    if "st.global" in place[2]:
+        return []
+    return [name.strip(" {}\t") for name in place[4].partition("[")[0].strip(" ,\t").split(",")]
+
+
+def _unread(place: re.Match[str]) -> str:
+    """The access of ``place``, and NaN for the threads whose guard does not hold."""
+    poison = [f"@!{place[1]} mov.b{place[3]} {name}, -1;" for name in _loaded(place)]
+    return " ".join([place[0], *poison])
+
+
+def _what_they_had(place: re.Match[str]) -> str:
+    """A trap if a thread whose guard does not hold would load another number than it has."""
+    names, bits = _loaded(place), place[3]
+    keep = [f"mov.b{bits} %old{i}, {name};" for i, name in enumerate(names)]
+    compare = [
+        f"setp.ne.b{bits} %probe, {name}, %old{i}; and.pred %probe, %probe, %out; @%probe trap;"
+        for i, name in enumerate(names)
+    ]
+    registers = f".reg .b{bits} %old<{len(names) + 1}>; .reg .pred %probe, %out;"
+    lines = [registers, f"not.pred %out, {place[1]};", *keep, f"{place[2]}{place[4]};", *compare]
+    return "{ " + " ".join(lines) + " }"
+
+
+_GUARDED = rf"@(%p\d+)(\s+{_MEMORY}[bf](\d+))(\s[^;]*);"
+_UNUSED = "what it gives is not used"
 KINDS = (
-    Kind("barrier removed", r"bar\.sync\s+0;", lambda _: "", lambda _: "", "nobody conflicts"),
+    Kind("barrier removed", r"bar\.sync\s+0;", lambda _: "", ((lambda _: "", "nobody conflicts"),)),
     Kind(
         "warp's barrier removed",
         r"bar\.warp\.sync\s+\S+;",
         lambda _: "",
-        lambda _: "",
-        "nobody conflicts",
+        ((lambda _: "", "nobody conflicts"),),
     ),
     _bound("bound off by one", "s64"),
     _bound("bound of rows off by one", "s32"),
     Kind(
         "guard inverted",
-        rf"@(%p\d+)(\s+{_MEMORY})",
-        lambda m: f"@!{m[1]}{m[2]}",
-        lambda m: m[2],
-        "every thread stores the same",
+        _GUARDED,
+        lambda m: f"@!{m[1]}{m[2]}{m[4]};",
+        ((lambda m: f"{m[2]}{m[4]};", "every thread stores the same"),),
     ),
     Kind(
         "guard removed",
-        rf"@(%p\d+)(\s+{_MEMORY})",
-        lambda m: m[2],
-        lambda m: f"@!{m[1]} trap; {m[0]}",
-        "the guard holds",
+        _GUARDED,
+        lambda m: f"{m[2]}{m[4]};",
+        (
+            (lambda m: f"@!{m[1]} trap; {m[0]}", "the guard holds"),
+            (_unread, "what the others load is not used, or what they store is there"),
+            (_what_they_had, "what the others load is what they have"),
+        ),
     ),
     Kind("shuffle mask cut", r"(shfl\.sync[^;]*), -1;", lambda m: f"{m[1]}, 65535;"),
     Kind(
         "shuffle distance",
-        r"(shfl\.sync\.bfly\.b32[^;]*?, )(16|8|4|2|1)(, 31, -1;)",
-        lambda m: m[1] + _OTHER_DISTANCE[m[2]] + m[3],
+        r"(shfl\.sync\.bfly\.b32\s+)(%\w+)(, %\w+, )(16|8|4|2|1)(, 31, -1;)",
+        lambda m: m[1] + m[2] + m[3] + _OTHER_DISTANCE[m[4]] + m[5],
+        (
+            (
+                lambda m: (
+                    f"{{ .reg .b32 %other; .reg .pred %probe; "
+                    f"{m[1]}%other{m[3]}{_OTHER_DISTANCE[m[4]]}{m[5]} {m[0]} "
+                    f"setp.ne.b32 %probe, {m[2]}, %other; @%probe trap; }}"
+                ),
+                "both lanes hold the same",
+            ),
+            (lambda m: f"mov.b32 {m[2]}, -1;", _UNUSED),
+        ),
     ),
     Kind(
         "shared address moved",
@@ -107,11 +154,16 @@ KINDS = (
         "sum dropped",
         r"add\.f64\s+(%\w+), (%\w+), (%\w+);",
         lambda m: f"mov.b64 {m[1]}, {m[2]};",
-        lambda m: (
-            f"{{ .reg .pred %probe; setp.neu.f64 %probe, {m[3]}, 0d0000000000000000; "
-            f"@%probe trap; }} {m[0]}"
+        (
+            (
+                lambda m: (
+                    f"{{ .reg .pred %probe; setp.neu.f64 %probe, {m[3]}, 0d0000000000000000; "
+                    f"@%probe trap; }} {m[0]}"
+                ),
+                "the sum adds zero",
+            ),
+            (lambda m: f"mov.b64 {m[1]}, -1;", _UNUSED),
         ),
-        "the sum adds zero",
     ),
 )
 
@@ -194,6 +246,7 @@ def subjects() -> dict[str, tuple[Check, ...]]:
         "block float32": (
             partial(orthogonal.block, 5, 3001, f32),
             partial(orthogonal.block, 5, 2048, f32),
+            partial(squares, "block", 5, 3001, f32),
             *(partial(orthogonal.block, m, n, f32) for m, n in _SMALL[::5]),
         ),
         "norm float32": (partial(orthogonal.norms, f32),),
@@ -214,22 +267,29 @@ class Recorded:
     check: Check
     reached: list[int]  # how often each instruction ran
 
-    def replay(self, architecture: int) -> bool:
-        """Run it again with the kernel as it is now: whether the same bits come out."""
+    def replay(self, architecture: int, within: int = 0) -> bool:
+        """Run it again with the kernel as it is now: whether the same bits come out.
+
+        Args:
+            within: Units in the last place that floats may differ by.
+        """
         tensors = _tensors(self.launch)
         for tensor, bits in zip(tensors, self.before, strict=True):
             tensor.copy_(bits)
         execute_launch(self.launch, architecture)
-        return all(map(_same, tensors, self.after))
+        return all(map(partial(_same, within=within), tensors, self.after))
 
 
 def _tensors(launch: Launch) -> list[Tensor]:
     return [each for each in (*launch.arguments, *launch.reaches) if isinstance(each, Tensor)]
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def _same(first: Tensor, second: Tensor, within: int) -> bool:
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
-    return torch.equal(first.view(kind), second.view(kind))
+    bits = first.view(kind), second.view(kind)
+    if not within or first.dtype not in (torch.float32, torch.float64):
+        return torch.equal(*bits)
+    return bool(((bits[0] - bits[1]).abs() <= within).all())
 
 
 @dataclass(slots=True)
@@ -254,17 +314,18 @@ class Kernel:
                     # Other bits: flagged if the check that made this launch objects, or another.
                     for check in {id(each.check): each.check for each in reaching}.values():
                         self._run(mutant, partial(_whole, check, self.architecture))
-                    return "missed"
+                    replays = (partial(each.replay, self.architecture, 1) for each in reaching)
+                    return "rounding" if all(self._run(mutant, r) for r in replays) else "missed"
         except (Fault, AssertionError):
             return "flagged"
-        if kind.probe is None:
-            return "same bits"
-        try:
-            probe = self._with(place, kind.probe(place))
-            same = [self._run(probe, partial(each.replay, self.architecture)) for each in reaching]
-        except Fault:
-            return "same bits"
-        return f"equivalent: {kind.reason}" if all(same) else "same bits"
+        for write, reason in kind.probes:
+            probe = self._with(place, write(place))
+            try:
+                if all(self._run(probe, partial(r.replay, self.architecture)) for r in reaching):
+                    return f"equivalent: {reason}"
+            except Fault:
+                continue
+        return "same bits"
 
     def _with(self, place: re.Match[str], text: str) -> Loaded:
         begin, end = place.span()
@@ -361,7 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if fate != "flagged":
             place = f"{outcome.check}, {outcome.kernel}:{outcome.line}"
             print(f"{outcome.fate}: {outcome.kind}, {place}", flush=True)
-    fates = ("flagged", "equivalent", "same bits", "not reached", "missed")
+    fates = ("flagged", "equivalent", "same bits", "rounding", "not reached", "missed")
     print(f"{'mutation':26} " + " ".join(f"{fate:>12}" for fate in fates))
     for name, each in found.items():
         if each:

@@ -9,11 +9,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 BITS = {"pred": 1} | {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)}
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.DOTALL)
 _LOCATION = re.compile(r"\.loc\s+\d+\s+(\d+)\s+\d+[^/]*(?://\s*([^\s:]+):(\d+))?")
 _DECLARED = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
 _SHARED = re.compile(r"(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]")
+_TABLE = re.compile(r"\.global\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[\d+\]\s*=\s*\{([^}]*)\}")
+_LOCAL = re.compile(r"\.local\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[(\d+)\]")
+
+
+CARRY = "%carry"  # a register of every program: what ``mad.cc`` leaves for ``madc``
 
 
 class UnknownInstruction(NotImplementedError):
@@ -53,8 +61,11 @@ class Program:
         threads: Threads of a block.
         labels: The index of the instruction that follows each label.
         registers: Number and type of each register; numbers are dense.
-        arrays: Offset of each shared array; the dynamic one comes after the others.
+        arrays: Offset of each shared array; the dynamic one comes after the others. The one array
+            of each thread's own (local) memory is at 0 of that.
         static_shared: Bytes of the shared arrays with a size.
+        local: Bytes of a thread's own memory.
+        tables: Constants in global memory, by name, as the compiler wrote them.
     """
 
     name: str
@@ -65,6 +76,8 @@ class Program:
     registers: dict[str, tuple[int, str]] = field(default_factory=dict)
     arrays: dict[str, int] = field(default_factory=dict)
     static_shared: int = 0
+    local: int = 0
+    tables: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
 
     def register(self, name: str) -> tuple[int, str]:
         """Number and type of a register."""
@@ -86,6 +99,7 @@ def parse(text: str) -> Program:
             f"multiple of 32 threads; found {entry[3].strip()!r}"
         )
     program = Program(entry[1], _parameters(entry[2]), int(threads[1]))
+    program.registers[CARRY] = 0, "pred"
     scopes = _Scopes(program)
     for statement, source in _statements(text[entry.end() :]):
         if statement == "{":
@@ -98,12 +112,16 @@ def parse(text: str) -> Program:
             scopes.declare(statement)
         elif statement.startswith(".shared"):
             pass  # read below, with those outside the body
+        elif (local := _LOCAL.fullmatch(statement)) and not program.local:
+            program.arrays[local[1]], program.local = 0, int(local[2])
         elif statement.startswith("."):
             if not statement.startswith(".pragma"):
                 raise UnknownInstruction(f"directive {statement!r} in the body of {program.name}")
         else:
             program.instructions.append(_instruction(scopes.rename(statement), source))
     _lay_out_shared(program, text)
+    for name, listed in _TABLE.findall(text):
+        program.tables[name] = np.array([int(each) for each in listed.split(",")], np.uint8)
     for instruction in program.instructions:
         if instruction.parts[0] == "bra" and instruction.operands[0] not in program.labels:
             raise ValueError(f"{instruction}: no such label")

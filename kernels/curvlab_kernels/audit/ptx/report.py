@@ -21,6 +21,9 @@ class Report:
         barriers: Executed by a block, over all blocks.
         counts: Warp instructions by their place in the program.
         findings: What is wrong but did not end the execution, in words, with its number.
+        rounding: Instructions by which the lanes of a warp store sums at one address that differ
+            by rounding (a product was fused with its sum in one of two lanes that exchange it):
+            the last bits are those of whichever lane the GPU takes.
     """
 
     kernel: str
@@ -30,6 +33,7 @@ class Report:
     barriers: int = 0
     counts: list[int] = field(default_factory=list)
     findings: Counter[str] = field(default_factory=Counter)
+    rounding: Counter[str] = field(default_factory=Counter)
 
     def found(self, what: str, instruction: Instruction, count: int = 1) -> None:
         self.findings[f"{what}: {instruction}"] += count

@@ -17,6 +17,7 @@ from curvlab_kernels.audit.ptx.races import AccessLog
 from curvlab_kernels.audit.ptx.report import Fault, Report
 
 LANES = 1 << 15  # in one batch: arrays that a core's cache holds
+LIMIT = 300_000  # instructions of a thread: some ten seconds
 _SHARED_BYTES = 1 << 23  # of one batch
 _FLOW = ("bra", "ret", "exit", "bar", "barrier")
 
@@ -49,6 +50,7 @@ class Executable:
         races: bool = True,
         order: Iterable[int] | None = None,
         lanes: int = LANES,
+        limit: int = LIMIT,
     ) -> Report:
         """Execute the blocks of a grid; raises :class:`Fault` where it cannot go on.
 
@@ -56,6 +58,7 @@ class Executable:
             races: Look for races in global memory, which lists every access.
             order: The blocks in the order in which they run; a part of them counts for a part.
             lanes: Threads that run side by side.
+            limit: Instructions that a thread may take.
         """
         blocks = np.fromiter(range(int(np.prod(grid))) if order is None else order, np.int64)
         report = Report(self.program.name, len(blocks))
@@ -69,7 +72,7 @@ class Executable:
                 machine = Machine(
                     self.program, grid, batch, arguments, dynamic_shared, memory, log, report
                 )
-                _Batch(self, machine, issued).run()
+                _Batch(self, machine, issued).run(limit)
         report.counts = issued.tolist()
         for instruction, count in zip(self.program.instructions, report.counts, strict=True):
             report.issued[".".join(instruction.parts)] += count
@@ -97,13 +100,17 @@ class _Batch:
         self.at = np.zeros(machine.lanes, np.int32)
         self.done = np.zeros(machine.lanes, bool)
         self.waiting = np.zeros(machine.lanes, bool)
+        self.taken = np.zeros(machine.lanes, np.int64)  # instructions of each lane
 
-    def run(self) -> None:
+    def run(self, limit: int) -> None:
         while True:
             live = ~(self.done | self.waiting)
             if live.any():
                 lowest = int(self.at[live].min())
-                self._stretch(lowest, live & (self.at == lowest))
+                mask = live & (self.at == lowest)
+                self.taken[mask] += self._stretch(lowest, mask)
+                if self.taken.max() > limit:
+                    raise self._endless(limit)
             elif self.done.all():
                 return
             else:
@@ -129,9 +136,20 @@ class _Batch:
             f"barrier divergence in {int(blocks.sum())} blocks: threads wait at {instruction} {why}"
         )
 
-    def _stretch(self, index: int, mask: Array) -> None:
-        """Run the lanes of ``mask`` up to the next place where lanes may part or meet."""
-        machine, code = self.machine, self.code
+    def _endless(self, limit: int) -> Fault:
+        lane, program = int(self.taken.argmax()), self.code.program
+        at = program.instructions[min(int(self.at[lane]), len(program.instructions) - 1)]
+        return Fault(
+            f"{program.name} does not end: thread {int(self.machine.tid[lane])} of block "
+            f"{int(self.machine.number[lane])} has taken {int(self.taken[lane]):,} instructions "
+            f"and is at {at}. If it is merely long, pass limit= above {limit:,}. If it waits for "
+            f"what another thread or block writes (a lock, a flag): here threads that wait go "
+            f"first, so it waits for ever"
+        )
+
+    def _stretch(self, index: int, mask: Array) -> int:
+        """Run the lanes of ``mask`` up to where lanes may part or meet; how many instructions."""
+        machine, code, first = self.machine, self.code, index
         taking_part: Mask = None if mask.all() else mask
         warps = int(mask.reshape(-1, WARP).any(1).sum())
         while True:
@@ -149,11 +167,11 @@ class _Batch:
             index += 1
             if do is None:
                 self._flow(instruction, index, mask, where)
-                return
+                return index - first
             do(machine, where)
             if index in code.leaders:
                 self.at[mask] = index
-                return
+                return index - first
 
     def _flow(self, instruction: Instruction, after: int, mask: Array, where: Mask) -> None:
         self.at[mask] = after
