@@ -236,7 +236,7 @@ def subjects() -> dict[str, tuple[Check, ...]]:
         "orthonormalise float32": (
             partial(orthogonal.orthonormalise, 130, 5001, f32),
             partial(orthogonal.orthonormalise, 128, 4096, f32),
-            *(partial(orthogonal.orthonormalise, 65 + 8 * m, n, f32) for m, n in _SMALL),
+            *(partial(orthogonal.orthonormalise, 65 + 2 * m, n, f32) for m, n in _SMALL),
         ),
         "Lanczos step float32": (
             partial(orthogonal.lanczos, 17, 5001, f32, 0.7),
