@@ -9,8 +9,8 @@
 Each subject runs in a process of its own, so that none inherits another's memory or compiled code,
 and writes its rows under ``--out``. In the end every target is shown with what was measured and a
 verdict. Nothing else should run on the machine meanwhile. A subject that would not end within
-``--minutes`` by its usual time is left out, one that runs a minute over is stopped; what they would
-have measured is not measured here.
+``--minutes`` by its usual time is left out, one that runs a minute over is stopped. What was
+written until then counts, after Ctrl-C too; the rest is "not measured here".
 """
 
 import argparse
@@ -50,7 +50,12 @@ def run(names: Sequence[str], size: Size, out: Path, minutes: float) -> int:
         print(f"\n== python -m {' '.join(given)}", flush=True)
         path = out / f"{name}.csv"
         path.unlink(missing_ok=True)  # rows of an earlier run are not this run's
-        code = _measure(given, 60 * (minutes + GRACE) - passed)
+        try:
+            code = _measure(given, 60 * (minutes + GRACE) - passed)
+        except KeyboardInterrupt:
+            left_out.append(f"{name} and what comes after it (interrupted)")
+            rows += read_rows(path) if path.is_file() else []
+            break
         print(f"== {name}: {time.perf_counter() - began - passed:.0f} s", flush=True)
         if code is None:
             left_out.append(f"{name} (stopped: it took too long)")
@@ -61,6 +66,8 @@ def run(names: Sequence[str], size: Size, out: Path, minutes: float) -> int:
     print(f"\n== targets, from {len(rows)} rows in {out}")
     print(verdicts.table(verdicts.judge(rows)))
     print(f"\n{(time.perf_counter() - began) / 60:.1f} minutes")
+    if rows:
+        print(f"to put them on the page: python -m benchmarks page --rows {out}/*.csv")
     if left_out:
         print(f"left out: {', '.join(left_out)}; name a subject to run it alone")
     if failed:

@@ -6,8 +6,9 @@ Blocks of growing condition number and degenerate ones go into a :class:`curvlab
 is the largest entry of ``|Q Q' - I|`` in float64. Then a block is added to a basis that holds rows
 already, interleaved with the ways of public code: one pass of modified Gram-Schmidt, ``torch``'s QR
 of old and new rows together, and the textbook's best, block Gram-Schmidt twice around Cholesky QR
-twice. One that is not orthonormal to 1e-5 is shown as wrong and not timed.
-The unit of time is reading the rows once.
+twice. One that is not orthonormal to 1e-5 is shown as wrong and not timed. The unit of time is one
+reading of the rows; each way has the number of threads that suits it best. Norms are timed in
+readings of the vector, and every spelling of torch's that is as accurate is a rival.
 """
 
 import argparse
@@ -19,9 +20,10 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from benchmarks.measure import Row, as_small, format_table, row, write_rows
+from benchmarks.measure import TRIED, Row, as_small, format_table, read, row, threads_of, write_rows
 from curvlab.basis import Basis
 from curvlab.bench.timing import (
+    best_threads,
     environment,
     interleave,
     per_round_ratio,
@@ -82,20 +84,41 @@ def degenerate(b: int, n: int, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def norms(vector: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Ours and every spelling of torch's."""
+    return {
+        "curvlab": lambda: ops.norm(vector),
+        "torch, norm": vector.norm,
+        "torch, linalg.vector_norm": lambda: torch.linalg.vector_norm(vector),
+        "torch, root of dot": lambda: vector.dot(vector).sqrt(),
+        "torch, vector_norm in float64": lambda: torch.linalg.vector_norm(
+            vector, dtype=torch.float64
+        ),
+    }
+
+
+def norm_times(size: Size, tried: Sequence[int]) -> list[Row]:
+    """In readings of the vector."""
+    vector = torch.randn(size.norm, generator=torch.Generator().manual_seed(0))
+    calls: dict[str, Callable[[], object]] = {"read": lambda: read(vector), **norms(vector)}
+    threads = best_threads(calls, tried)
+    seconds = interleave(calls, rounds=size.rounds, threads=threads)
+    return [
+        row(SUBJECT, name, "norm time", "readings", f"n={size.norm}",
+            quantiles(per_round_ratio(seconds[name], seconds["read"])), threads=threads[name],
+            version=None if name == "curvlab" else str(torch.__version__))
+        for name in calls if name != "read"
+    ]  # fmt: skip
+
+
 def accuracy(size: Size) -> list[Row]:
     """Norms, orthogonality after an append, and numbers that are not finite."""
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(size.norm, generator=generator)
     exact = float(vector.double().norm())
     figures: list[tuple[str, str, str, str, float]] = []
-    for name, found in (
-        ("curvlab", ops.norm(vector)),
-        ("torch, norm", vector.norm()),
-        ("torch, linalg.vector_norm", torch.linalg.vector_norm(vector)),
-        ("torch, root of dot", vector.dot(vector).sqrt()),
-        ("torch, vector_norm in float64", torch.linalg.vector_norm(vector, dtype=torch.float64)),
-    ):
-        error = abs(float(found) - exact) / exact
+    for name, call in norms(vector).items():
+        error = abs(float(call()) - exact) / exact
         figures.append((name, "norm error", "relative", f"n={size.norm}", error))
     b, n = size.block
     for condition in ("1e2", "1e4", "1e6"):
@@ -113,7 +136,7 @@ def accuracy(size: Size) -> list[Row]:
     return [_row(*figure) for figure in figures]
 
 
-def cost(size: Size, threads: int) -> list[Row]:
+def cost(size: Size, tried: Sequence[int]) -> list[Row]:
     """A block added to rows that are there, in units of reading those once."""
     n, held, added = size.long
     generator = torch.Generator().manual_seed(1)
@@ -172,19 +195,23 @@ def cost(size: Size, threads: int) -> list[Row]:
         found.append(_row(name, "orthogonality", "largest |Q Q' - I|", x, off, version))
         if off <= WRONG:
             right[name] = call
-    seconds = interleave({"read": start.sum, **right}, rounds=size.rounds, threads=threads)
-    for name in right:
+    right = {"read": lambda: read(start), **right}
+    threads = best_threads(right, tried)
+    seconds = interleave(right, rounds=size.rounds, threads=threads)
+    for name in list(right)[1:]:
         spread = quantiles(per_round_ratio(seconds[name], seconds["read"]))
         version = version_of("curvlab") if name.startswith("curvlab") else str(torch.__version__)
         entry = row(
-            SUBJECT, name, "time", "reads of the rows", x, spread, threads=threads, version=version
-        )
+            SUBJECT, name, "time", "reads of the rows", x, spread, threads=threads[name],
+            version=version,
+        )  # fmt: skip
         found.append(entry)
     if TEXTBOOK in right and "curvlab, block" in right:
         ratio = quantiles(per_round_ratio(seconds[TEXTBOOK], seconds["curvlab, block"]))
         found.append(
-            row(SUBJECT, "curvlab, block", "speed", f"x {TEXTBOOK}", x, ratio, threads=threads)
-        )
+            row(SUBJECT, "curvlab, block", "speed", f"x {TEXTBOOK}", x, ratio,
+                threads=threads["curvlab, block"])
+        )  # fmt: skip
     return found
 
 
@@ -198,20 +225,22 @@ def _row(
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1], help=TRIED)
     parser.add_argument("--out", type=Path, help="write the rows to this .csv or .json")
     options = parser.parse_args(arguments)
-    print(environment(options.threads))
+    most = max(options.threads)
+    print(environment(most))
     size = SIZES[options.size]
-    with pinned_threads(options.threads):
-        rows = accuracy(size) + cost(size, options.threads)
+    with pinned_threads(most):
+        rows = accuracy(size) + cost(size, options.threads) + norm_times(size, options.threads)
     if options.size == "small":  # shorter blocks than the target's
         rows = as_small(rows)
     lines = [
-        [entry.contender, str(entry.x), entry.metric, f"{entry.p50:.2g} {entry.unit}"]
+        [entry.contender, str(entry.x), threads_of(entry), entry.metric,
+         f"{entry.p50:.2g} {entry.unit}"]
         for entry in rows
-    ]
-    print(format_table(["way", "of", "figure", "median"], lines))
+    ]  # fmt: skip
+    print(format_table(["way", "of", "threads", "figure", "median"], lines))
     if options.out:
         print(f"rows: {write_rows(options.out, rows)}")
     return rows

@@ -11,15 +11,17 @@ each other.
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
+from benchmarks.growth import exponent
 from benchmarks.measure import Row, peak_memory, row, write_rows
 from curvlab.basis import Basis
+from curvlab.bench.timing import Quantiles
 from curvlab.distributed import DataParallel, Group, Sharded, Shards, launch
 from curvlab.eigen import Room, lanczos
 from curvlab.nets import mlp
@@ -27,6 +29,9 @@ from curvlab.operators import FromFunction, Hessian
 from curvlab.tasks import rotated_mnist
 
 PEAK = "Lanczos, a million elements"
+# A rank of R holds 1/R of the vectors; a ring sends 2 (R - 1) / R of a whole vector, a gather and a
+# scatter of shards (R - 1) / R each: constant for many ranks, still growing at few.
+EXPECTED = {PEAK: -1.0, "product, whole vectors": 0.0, "product, shards": 0.0}
 LIMIT = 1e-6  # relative, in float32, of a product over ranks against one rank
 
 
@@ -59,9 +64,28 @@ def main() -> int:
         held = max(one["peak"] for one in found)
         print(f"{ranks:>5} {PEAK:<28} {'':>8} {held:>12,.0f} bytes held")
         rows.append(_row(PEAK, "bytes", ranks, held))
+    rows += exponents(rows)
     if options.out is not None:
         write_rows(options.out, rows)
     return 0
+
+
+def exponents(rows: Sequence[Row]) -> list[Row]:
+    """How bytes grow with ranks, from two ranks on: one rank sends nothing."""
+    found: list[Row] = []
+    for name, expected in EXPECTED.items():
+        points = {float(e.x): e.p50 for e in rows if (e.contender, e.metric) == (name, "bytes")}
+        sizes = [ranks for ranks in sorted(points) if name == PEAK or ranks > 1]
+        if len(sizes) < 2 or not all(points[ranks] > 0 for ranks in sizes):
+            continue
+        slope, error = exponent(sizes, [points[ranks] for ranks in sizes])
+        error = 0.0 if len(sizes) == 2 else error  # two points: a line through both
+        spread = Quantiles(slope - error, slope, slope + error, len(sizes))
+        metric = "exponent of bytes against ranks"
+        found.append(row("distributed", name, metric, "fitted", "all", spread, threads=1))
+        found.append(row("distributed", name, metric, "expected", "all", expected, threads=1))
+        print(f"{name}: exponent of bytes against ranks {slope:.2f}, by count {expected:g}")
+    return found
 
 
 def measure(group: Group, samples: int, size: int, repeat: int) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from curvlab.operators import Hessian
 from curvlab.probe import LinearOperator
 
 COUNTED = "deflated power iteration, counted"
+WARM = (0.999, 0.97)  # overlaps of earlier eigenvectors with those of now
 CURVE = (1e-1, 1e-2, 1e-3, 1e-4)  # tolerances of the curve
 SETTINGS = (Threads(2, 1), Threads(2, 2), Threads(1, 1))
 ELAPSED = Timing(2)
@@ -91,7 +92,9 @@ def benchmark(
     result = contest(
         found, k, tol, rounds, whole=whole, only=only, timing=timing, settings=settings
     )
-    rows = rows_of(result, timing.threads)
+    rows = rows_of(result)
+    if found.gradient is not None and not only:
+        rows += warm_starts(found, k, tol, timing.threads)
     if not whole and (not only or COUNTED.startswith(tuple(only))):
         rows += _counted_power(found, k, tol, timing)
     for name, why in result.absent.items():
@@ -101,16 +104,36 @@ def benchmark(
     return rows
 
 
-def rows_of(result: Contest, threads: int = 2) -> list[Row]:
+def rows_of(result: Contest) -> list[Row]:
     """Products and time of every solver that passed; of all of them what they got wrong."""
     return [
-        entry
-        for name, one in result.outcomes.items()
-        for entry in _rows_of_one(result, name, one, threads)
+        entry for name, one in result.outcomes.items() for entry in _rows_of_one(result, name, one)
     ]
 
 
-def _rows_of_one(result: Contest, name: str, outcome: Outcome, threads: int) -> list[Row]:
+def warm_starts(found: Problem, k: int, tol: float, threads: int) -> list[Row]:
+    """Products of a start from earlier eigenvectors that have turned, over those of a cold one.
+
+    The overlap is the cosine between each earlier vector and its eigenvector now.
+    """
+    cold = lanczos(found.operator, k, tol=tol, progress=False)
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(k, found.operator.n, generator=generator, dtype=found.operator.dtype)
+    noise -= (noise @ cold.vectors.T) @ cold.vectors
+    noise /= noise.norm(dim=1, keepdim=True)
+    rows = []
+    for overlap in WARM:
+        turned = overlap * cold.vectors + (1 - overlap**2) ** 0.5 * noise
+        warm = lanczos(found.operator, k, tol=tol, v0=turned, progress=False)
+        rows.append(
+            row(f"eigensolver k={k} tol={tol:g}", f"lanczos, started at overlap {overlap:g}",
+                "products, warm over cold", "ratio", found.name, warm.matvecs / cold.matvecs,
+                threads=threads)
+        )  # fmt: skip
+    return rows
+
+
+def _rows_of_one(result: Contest, name: str, outcome: Outcome) -> list[Row]:
     figures: list[tuple[str, str, Quantiles | float]] = [
         ("residual", "relative", outcome.residual),
         ("missing", "pairs", float(outcome.missing)),
@@ -132,6 +155,7 @@ def _rows_of_one(result: Contest, name: str, outcome: Outcome, threads: int) -> 
                 for reused, word in ((False, ""), (True, ", operator reused")):
                     ratios = quantiles(outcome.against(reference, reused))
                     figures.append((f"time over that of {other}{word}", "ratio", _inverse(ratios)))
+        figures += _own_figures(result, name, outcome)
     return [
         row(
             f"eigensolver k={result.k} tol={result.tol:g}",
@@ -140,11 +164,27 @@ def _rows_of_one(result: Contest, name: str, outcome: Outcome, threads: int) -> 
             unit,
             result.found.name,
             value,
-            threads=threads,
+            threads=outcome.threads.torch,
             version=outcome.contender.version,
         )
         for metric, unit, value in figures
     ]
+
+
+def _own_figures(
+    result: Contest, name: str, outcome: Outcome
+) -> list[tuple[str, str, Quantiles | float]]:
+    """Of certified lanczos: what making the operator costs, and what the certificate does."""
+    plain = result.outcomes.get(f"{REFERENCE}, uncertified")
+    if name != REFERENCE or result.found.gradient is None:
+        return []
+    found: list[tuple[str, str, Quantiles | float]] = [
+        ("set-up", "gradients", quantiles([one.set_up for one in outcome.samples]))
+    ]
+    if plain is not None and plain.passes(result.tol):
+        more = float(outcome.answer[2] - plain.answer[2])
+        found.append(("products of the certificate", "products", more))
+    return found
 
 
 def _inverse(of: Quantiles) -> Quantiles:
@@ -200,7 +240,7 @@ def _spread(of: Row) -> str:
 
 
 def curve(found: Problem, k: int, timing: Timing = ELAPSED) -> list[Row]:
-    """Products and time against the accuracy reached, for the solvers that are not hopeless."""
+    """Products and time against the accuracy reached, for solvers that get there."""
     truth = wanted(found, k, min(CURVE))[0]
     rows = []
     for tol in CURVE:
@@ -209,7 +249,7 @@ def curve(found: Problem, k: int, timing: Timing = ELAPSED) -> list[Row]:
             turn = (found, contender, contender.efforts[0], timing, SETTINGS[0])
             samples = [sample(*turn)]
             if samples[0][1].seconds < SHORT:
-                # what is loaded at first use is nobody's time, and short ones are easily disturbed
+                # loading at first use does not count, and short runs are easily disturbed
                 samples += [sample(*turn) for _ in "ab"]
             answer, taken = samples[0][0], min(taken.whole for _, taken in samples)
             worst, missing = judged(found.operator, answer, truth, max(tol, 1e-3))

@@ -4,15 +4,16 @@
 
 The dense way at its best: the whole Hessian (:meth:`Hessian.dense`), its squared Frobenius norm,
 which is the sum of all squared eigenvalues, and ``eigsh`` on the matrix for more and more pairs
-until they hold ``1 - epsilon`` of it. ``--whole`` also decomposes the matrix, as one does who does
-not see that. Ours: :func:`curvlab.spectral_energy`, no matrix. The gate: the same k up to the error
-bar, and the largest principal angle between the two spans, leaving out pairs at the cut that lie
-within 1 % of each other. One run each: the rows say so.
+until they hold ``1 - epsilon`` of it, with one and with two threads of its BLAS: the faster one
+counts. ``--whole`` also decomposes the whole matrix. Ours:
+:func:`curvlab.spectral_energy`, no matrix. The gate: the same k up to the error bar, and the
+largest principal angle between the two spans, leaving out pairs at the cut that lie within 1 % of
+each other. One run each: the rows say so.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.measure import Row, row, write_rows
 from benchmarks.spectra import Diagonal
 from benchmarks.trained import FULL, Recipe, trained
-from curvlab.bench.timing import environment
+from curvlab.bench.timing import Threads, environment
 from curvlab.eigen import spectral_energy
 from curvlab.learners import SGD
 from curvlab.nets import mlp
@@ -48,13 +49,17 @@ def hessian(size: str) -> Hessian:
     return Hessian(model.eval(), nn.CrossEntropyLoss(), subset(task.train, recipe.samples, seed=1))
 
 
-def fair_dense(operator: Hessian, epsilon: float) -> tuple[Tensor, Tensor]:
+def energy_of(matrix: Tensor) -> float:
+    """The squared Frobenius norm, added up in float64 without a copy of the matrix in it."""
+    norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in torch.split(matrix, 1000)]
+    return float(torch.stack(norms).square().sum())
+
+
+def fair_dense(matrix: Tensor, wanted: float) -> tuple[Tensor, Tensor]:
     """Values ``(j,)``, largest magnitude first, beyond the cut, and the selected ``(k, n)``."""
     from scipy.sparse.linalg import eigsh
 
-    matrix = operator.dense()
-    wanted = (1.0 - epsilon) * float(matrix.double().square().sum())
-    start = torch.randn(operator.n, generator=torch.Generator().manual_seed(0)).numpy()
+    start = torch.randn(len(matrix), generator=torch.Generator().manual_seed(0)).numpy()
     pairs = 32
     while True:
         found = eigsh(matrix.numpy(), k=pairs, which="LM", tol=1e-3, v0=start)
@@ -102,14 +107,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     operator = hessian(options.size)
-    # What is loaded at first use is nobody's time.
+    # Loading at first use does not count.
     falling = torch.arange(1.0, 100_001.0) ** -2
     spectral_energy(Diagonal(falling), 0.5, dense=False, progress=False)
-    ways: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
-        "dense, |H|_F and eigsh": partial(fair_dense, operator, options.epsilon)
-    }
-    if options.whole:
-        ways["dense, whole eigendecomposition"] = partial(whole_dense, operator, options.epsilon)
     found, cpu, wall = timed(
         partial(
             spectral_energy, operator, options.epsilon, tol=1e-3, probes=PROBES, dense=False,
@@ -129,8 +129,7 @@ def main() -> None:
         (ours, "k", "vectors", float(found.k)),
         (ours, "products", "products", float(found.products)),
     ]
-    for name, way in ways.items():
-        (values, vectors), slow_cpu, slow = timed(way)
+    for name, (values, vectors), slow_cpu, slow, threads in dense_ways(operator, options):
         exact = len(vectors)
         # A vector within 1 % of the first that the dense way leaves out may be mixed with it.
         sizes = values.abs()
@@ -138,8 +137,9 @@ def main() -> None:
         angle = largest_angle(found.pairs.vectors[:keep], vectors, keep)
         off = beyond_ties(values, exact, found.k)
         print(
-            f"{name}: k = {exact} in {slow_cpu:.1f} CPU s, {slow:.1f} s; ours {slow / wall:.1f} "
-            f"times faster, CPU {slow_cpu / cpu:.1f}; largest angle of {keep}: {angle:.1e}"
+            f"{name}, {threads}: k = {exact} in {slow_cpu:.1f} CPU s, {slow:.1f} s; "
+            f"ours {slow / wall:.1f} times faster, CPU {slow_cpu / cpu:.1f}; "
+            f"largest angle of {keep}: {angle:.1e}"
         )
         figures += [
             (name, "time", "CPU seconds", slow_cpu),
@@ -155,6 +155,31 @@ def main() -> None:
     ]
     if options.out:
         print(f"rows: {write_rows(options.out, rows)}")
+
+
+def dense_ways(
+    operator: Hessian, options: argparse.Namespace
+) -> Iterator[tuple[str, tuple[Tensor, Tensor], float, float, str]]:
+    """Each dense way: its name, what it found, CPU seconds, seconds, threads."""
+
+    def prepare() -> tuple[Tensor, float]:
+        matrix = operator.dense()
+        return matrix, (1.0 - options.epsilon) * energy_of(matrix)
+
+    (matrix, wanted), cpu, wall = timed(prepare)
+    best: tuple[float, float, tuple[Tensor, Tensor], str] | None = None
+    for blas in (1, THREADS):
+        threads = Threads(THREADS, blas)
+        with threads.pinned():
+            found, more_cpu, more = timed(partial(fair_dense, matrix, wanted))
+        if best is None or more < best[0]:
+            best = more, more_cpu, found, f"torch/BLAS threads {threads}"
+    assert best is not None
+    yield "dense, |H|_F and eigsh", best[2], cpu + best[1], wall + best[0], best[3]
+    del matrix
+    if options.whole:
+        found, cpu, wall = timed(partial(whole_dense, operator, options.epsilon))
+        yield "dense, whole eigendecomposition", found, cpu, wall, f"torch threads {THREADS}"
 
 
 def timed(call: Callable[[], Result]) -> tuple[Result, float, float]:

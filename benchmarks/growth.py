@@ -108,7 +108,7 @@ def lanczos_against_pairs(full: bool) -> Curve:
     counts = {k: float(lanczos(operator, k, progress=False).matvecs) for k in ks}
     calls = {k: partial(lanczos, operator, k, progress=False) for k in ks}
     name = f"Lanczos at 1e-3, prescribed spectrum, P = {n:,}"
-    # between constant and k squared: how many products k more pairs take is the spectrum's affair
+    # between constant and k squared: how many products more pairs take depends on the spectrum
     return Curve(name, "k", float("nan"), calls, counts, "products")
 
 

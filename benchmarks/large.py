@@ -171,11 +171,18 @@ def rows_of(name: str, found: dict[str, Any], threads: int) -> list[Row]:
         "planned seconds": (found["planned seconds"], "s"),
         "products": (found["products"], "products"),
         "planned products": (found["planned products"], "products"),
+        "taken": (found["process"] / GB, "GB"),
+        "planned memory off by": (_factor(found["planned peak"], found["peak"]), "factor"),
+        "planned time off by": (_factor(found["planned seconds"], found["seconds"]), "factor"),
     }
     return [
-        row("large", name, metric, unit, found["n"], float(value), threads=threads)
+        row("large", name, metric, unit, "planned first", float(value), threads=threads)
         for metric, (value, unit) in figures.items()
     ]
+
+
+def _factor(planned: float, taken: float) -> float:
+    return max(planned / taken, taken / planned)
 
 
 def main() -> int:
@@ -189,13 +196,17 @@ def main() -> int:
     if options.one:
         print(json.dumps(one(options.size, options.one, options.threads)))
         return 0
-    lines, rows = [], list[Row]()
+    lines, rows, failed = [], list[Row](), False
     for name in SIZES[options.size]:
         if options.only and not any(part in name for part in options.only):
             continue
         command = [sys.executable, "-m", "benchmarks.large", "--size", options.size]
         command += ["--threads", str(options.threads), "--one", name]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:  # a killed process is a row that is not there, not the end
+            print(f"{name}: ended with {done.returncode}", file=sys.stderr, flush=True)
+            failed = True
+            continue
         found = json.loads(done.stdout.splitlines()[-1])
         memory = found["planned peak"] / found["peak"]
         seconds = found["planned seconds"] / found["seconds"]
@@ -215,9 +226,9 @@ def main() -> int:
             ]
         )
         print(format_table(HEADER, lines[-1:]), flush=True)
-    if options.out is not None:
-        write_rows(options.out, as_small(rows) if options.size == "small" else rows)
-    return 0
+        if options.out is not None:  # after each: the next may take long
+            write_rows(options.out, as_small(rows) if options.size == "small" else rows)
+    return 1 if failed else 0
 
 
 HEADER = ["model", "n", "GB, process", "planned / taken, GB", "ratio", "products", "seconds",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.measure import Row, format_table, row, write_rows
+from benchmarks.measure import Row, format_table, read, row, write_rows
 from benchmarks.networks import SIZES, Network
 from curvlab.bench.timing import environment, interleave, per_round_ratio, quantiles
 from curvlab.learners import SGD, Learner, Population, SGDDagger, Step, population_of
@@ -68,11 +68,11 @@ def measure(
                 raise AssertionError("before_task makes the memory")
             basis = learner.memory.bases[0]
             inside: list[float] = []
-            read = torch.ones(basis.bytes // 4)
+            memory = torch.ones(basis.bytes // 4)
 
-            def twice(read: torch.Tensor = read) -> None:
-                read.sum()
-                read.sum()
+            def twice(memory: torch.Tensor = memory) -> None:
+                read(memory)
+                read(memory)
 
             calls = {
                 "SGD": stepping(runs, SGD(), batch, []),

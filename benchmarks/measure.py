@@ -38,6 +38,7 @@ from curvlab.bench.timing import (
 from curvlab.storage import write_atomically
 
 _DONTNEED = 4  # MADV_DONTNEED on Linux: the pages are empty when next touched
+TRIED = "numbers of torch's threads that everybody is tried with; each is timed with its best"
 SMALL = "small "  # begins the x of every row of a problem below its full size
 
 
@@ -142,6 +143,15 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
+def read(tensor: Tensor) -> Tensor:
+    """One reading of a tensor: the unit of memory-bound work in every benchmark.
+
+    A sum: torch computes it with vector instructions and on all of its threads. At 360,000 elements
+    a dot product of the halves was somewhat faster, at 44 million slower.
+    """
+    return tensor.sum()
+
+
 def relative_error(value: Tensor, truth: Tensor) -> float:
     """``‖value - truth‖ / ‖truth‖`` in float64; NaN or a wrong shape counts as infinite."""
     if value.shape != truth.shape:
@@ -187,6 +197,11 @@ def row(
         samples=spread.samples,
         command=command(),
     )
+
+
+def threads_of(entry: Row) -> str:
+    """With how many of torch's threads a row was measured."""
+    return next((p.split()[0] for p in entry.environment.split("; ") if " thread" in p), "?")
 
 
 def as_small(rows: Iterable[Row]) -> list[Row]:

@@ -5,7 +5,8 @@
 Two measurements. Whole solves of a prescribed spectrum with the time inside the operator taken off,
 per product, against ARPACK on the same operator. And one full two-pass reorthogonalisation of a
 vector against 40 rows, in units of reading those rows four times (the least that two unfused passes
-can take), read with the same threads in the same run.
+can take) in the same run. Everybody has the number of threads that suits it best, torch's and those
+of SciPy's BLAS.
 """
 
 import argparse
@@ -17,14 +18,23 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from benchmarks.measure import Row, format_table, row, write_rows
+from benchmarks.measure import Row, format_table, read, row, write_rows
 from benchmarks.spectra import Diagonal, outliers
 from curvlab.bench.solvers import arpack, counted, ours
-from curvlab.bench.timing import environment, interleave, per_round_ratio, quantiles, version_of
+from curvlab.bench.timing import (
+    Threads,
+    best_threads,
+    environment,
+    interleave,
+    per_round_ratio,
+    quantiles,
+    version_of,
+)
 from curvlab.eigen import lanczos
 from curvlab.probe import LinearOperator
 
 THREADS = 2
+SETTINGS = (Threads(2, 1), Threads(2, 2), Threads(1, 1))
 SIZES = {"small": (100_000, 1_000_000), "full": (1_100_000, 12_500_000)}  # solve, reorthogonalise
 ROWS = 40
 
@@ -65,6 +75,7 @@ def solves(n: int, k: int, rounds: int) -> list[Row]:
     }
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     counts: dict[str, int] = {}
+    best: dict[str, Threads] = {}
     for turn in range(rounds + 1):
         for name, (_, solver) in contenders.items():
 
@@ -72,15 +83,22 @@ def solves(n: int, k: int, rounds: int) -> list[Row]:
                 counts[name] = solver(1e-3)[2]
                 return counts[name]
 
-            seconds = outside(solve, operator)
             if turn:
-                samples[name].append(seconds)
+                with best[name].pinned():
+                    samples[name].append(outside(solve, operator))
+                continue
+            tried = {}
+            for threads in SETTINGS:
+                with threads.pinned():
+                    tried[threads] = min(outside(solve, operator) for _ in range(2))
+            best[name] = min(tried, key=tried.__getitem__)
     rows, lines = [], []
     subject = f"orthogonalisation k={k}"
     for name, (version, _) in contenders.items():
         ratio = quantiles(per_round_ratio(samples[name], samples["scipy eigsh"]))
         spread = quantiles([1e3 * value for value in samples[name]])
-        lines.append([name, version, str(counts[name]), f"{spread.p50:.2f}", f"{ratio.p50:.2f}"])
+        shown = f"{spread.p50:.2f}", f"{ratio.p50:.2f}"
+        lines.append([name, version, str(best[name]), str(counts[name]), *shown])
         for metric, unit, value in (
             ("outside", "ARPACK", ratio),
             ("outside", "ms/product", spread),
@@ -94,12 +112,13 @@ def solves(n: int, k: int, rounds: int) -> list[Row]:
                     unit,
                     f"n={n}",
                     value,
-                    threads=THREADS,
+                    threads=best[name].torch,
                     version=version,
                 )
             )
     print(f"\noutside the operator: n = {n:,}, top {k} at relative residual 1e-3")
-    print(format_table(["solver", "version", "products", "ms per product", "of ARPACK"], lines))
+    header = ["solver", "version", "torch/BLAS threads", "products", "ms per product", "of ARPACK"]
+    print(format_table(header, lines))
     return rows
 
 
@@ -112,9 +131,9 @@ def reorthogonalisation(n: int, rounds: int) -> list[Row]:
     vector = torch.randn(n, generator=generator)
     copy = vector.clone()
 
-    def read() -> None:
+    def four_readings() -> None:
         for _ in range(4):
-            held.sum()
+            read(held)
 
     def orthonormalise() -> None:
         copy.copy_(vector)
@@ -131,15 +150,17 @@ def reorthogonalisation(n: int, rounds: int) -> list[Row]:
             copy.addmv_(held[:, :n].T, coefficients, alpha=-1)
 
     calls = {"orthonormalise": orthonormalise, "lanczos step": step, "torch float32": plain}
-    seconds = interleave({"read": read, **calls}, rounds=rounds, threads=THREADS)
+    calls = {"read": four_readings, **calls}
+    threads = best_threads(calls, (THREADS, 1), rounds=1)
+    seconds = interleave(calls, rounds=rounds, threads=threads)
     bandwidth = 16.0 * ROWS * n / quantiles(seconds["read"]).p50 / 1e9
     rows, lines = [], []
-    for name in calls:
+    for name in list(calls)[1:]:
         ratio = quantiles(per_round_ratio(seconds[name], seconds["read"]))
         lines.append([name, f"{1e3 * quantiles(seconds[name]).p50:.0f}", f"{ratio.p50:.2f}"])
         version = str(torch.__version__) if name.startswith("torch") else None
         rows.append(row("reorthogonalisation m=40", name, "time", "4 reads of the basis",
-                        f"n={n}", ratio, threads=THREADS, version=version))  # fmt: skip
+                        f"n={n}", ratio, threads=threads[name], version=version))  # fmt: skip
     print(f"\ntwo passes against {ROWS} rows: n = {n:,}; one reading at {bandwidth:.1f} GB/s")
     print(format_table(["way", "ms", "of four readings"], lines))
     return rows

@@ -4,7 +4,8 @@
 
 ``--rows`` first folds measured rows into ``rows/``, one file per section: what was measured again
 (the same subject at the same ``x``) replaces what was there, the rest stays. The page holds nothing
-that is not in the rows; every table names the machine and the revision its rows come from.
+that is not in the rows; every table names the machine and the revision its rows come from. The
+README's comparison is written from the same rows.
 """
 
 import argparse
@@ -14,8 +15,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import pictures, verdicts
-from benchmarks.measure import SMALL, Row, read_rows, write_rows
+from benchmarks import front, pictures, verdicts
+from benchmarks.measure import SMALL, Row, read_rows, threads_of, write_rows
 from benchmarks.sections import SECTIONS, Section, View, section_of
 from benchmarks.verdicts import MET, MISSED, number
 
@@ -70,7 +71,7 @@ def table(view: View, rows: Sequence[Row]) -> str:
         line = [cells.get((name, c)) or (_wrong(own, name, c) if by_x else "") for c in columns]
         if any(line):
             lines.append([f"{name} {version}".strip(), *line])
-    return f"**{view.title}**\n\n" + markdown(["", *columns], lines)
+    return f"**{view.title}**\n\n" + markdown(["", *columns], lines) + _threads(shown)
 
 
 def _text(x: float | str) -> str:
@@ -82,11 +83,23 @@ def _cell(entry: Row, sized: bool) -> str:
         small = entry.p50 < 10 * 2**20
         return f"{entry.p50 / 2**10:,.0f} KiB" if small else f"{entry.p50 / 2**20:,.0f} MiB"
     if not sized or entry.p20 == entry.p80:
-        timed = entry.samples == 1 and (
-            sized and entry.metric.startswith(("time", "speed", "step"))
-        )
-        return f"{number(entry.p50)} (one sample)" if timed else number(entry.p50)
+        alone = sized and verdicts.single(entry)
+        return f"{number(entry.p50)} (one sample)" if alone else number(entry.p50)
     return f"{number(entry.p50)} ({number(entry.p20)} to {number(entry.p80)})"
+
+
+def _threads(shown: Sequence[Row]) -> str:
+    """With how many threads each was timed, where they differ: a sentence under the table."""
+    counts: dict[str, list[str]] = {}
+    for entry in shown:
+        if entry.metric.startswith(verdicts.TIMED):
+            word = f"{entry.contender} ({_text(entry.x)})"
+            counts.setdefault(threads_of(entry), []).append(word)
+    if len(counts) < 2:
+        return ""
+    most = max(counts, key=lambda count: len(counts[count]))
+    rest = [f"{count}: {', '.join(who)}" for count, who in counts.items() if count != most]
+    return f"\n\nTorch's threads: {most}; with {'; with '.join(rest)}."
 
 
 def _wrong(rows: Sequence[Row], contender: str, x: str) -> str:
@@ -113,19 +126,24 @@ def targets(rows: Sequence[Row]) -> str:
     found.sort(key=lambda verdict: order.get(verdict.verdict, 2))
     lines = []
     for verdict in found:
-        line = verdicts.cells(verdict)
+        line = [*verdicts.cells(verdict)[:3], verdict.commit or "-", verdicts.cells(verdict)[3]]
         if verdict.verdict == MISSED:
             line[-1] = f"**{line[-1]}**"
         lines.append(line)
-    heading = ["target", "limit", "measured", "verdict"]
+    heading = ["target", "limit", "measured", "revision", "verdict"]
     return f"{verdicts.summary(found)}.\n\n{markdown(heading, lines)}"
 
 
 def provenance(rows: Sequence[Row]) -> str:
     """The machines and revisions of these rows in one line."""
-    machines = list(dict.fromkeys(entry.environment for entry in rows))
+    machines = list(dict.fromkeys(_machine(entry) for entry in rows))
     commits = list(dict.fromkeys(entry.commit or "unknown" for entry in rows))
     return f"Measured on {'; also '.join(machines)}. Revision {', '.join(commits)}."
+
+
+def _machine(entry: Row) -> str:
+    """The environment without the threads, which are each contender's own."""
+    return "; ".join(p for p in entry.environment.split("; ") if not p.endswith(" threads"))
 
 
 def build(folder: Path) -> Path:
@@ -155,8 +173,8 @@ def written(name: str, section: Section, rows: Sequence[Row], folder: Path) -> s
     if picture is not None:
         parts.append(f"![{section.title}](pictures/{picture.name})\n")
     tables = [table(view, rows) for view in section.views]
-    if name == "growth":
-        tables = [growth(rows)]
+    if name in ("growth", "distributed"):
+        tables.append(growth(rows))
     return "\n".join([*parts, *(f"{one}\n" for one in tables if one)])
 
 
@@ -182,16 +200,16 @@ def growth(rows: Sequence[Row]) -> str:
             spread = f"{entry.p50:.2f} ± {entry.p80 - entry.p50:.2f}"
             line = [entry.contender, entry.metric.removeprefix("exponent of "), spread]
             lines.append([*line, "" if wanted is None else f"{wanted:g}"])
-    return markdown(["of", "figure", "exponent", "by count"], lines)
+    return markdown(["of", "figure", "exponent", "by count"], lines) if lines else ""
 
 
 HEAD = """# Results
 
-Rebuilt from `benchmarks/rows/` by `python -m benchmarks page`; nothing here is written by hand.
-Times are medians of interleaved rounds with their 20 % and 80 % quantiles, in units measured in the
-same rounds; where one thread is named they are CPU time, taken while other work ran beside. A
-contender that is wrong is shown with its error and not timed. There was no GPU: nothing here is
-about one.
+`python -m benchmarks page` makes this page from the files in `benchmarks/rows/`. Times are medians
+of interleaved rounds with their 20 % and 80 % quantiles, in units measured in the same rounds.
+"One sample" has no spread. A contender that is wrong is shown with its error and not timed. Every
+section names the machine, the revision and the commands. Revisions differ where not everything was
+measured again. There was no GPU.
 """
 
 
@@ -212,6 +230,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for changed in fold(options.folder / "rows", read_rows(path)):
                 print(f"folded {path} into {changed}")
         print(f"page: {build(options.folder)}")
+        if options.folder.resolve() == FOLDER.resolve():
+            readme = FOLDER.parent / "README.md"
+            every = [e for p in sorted((FOLDER / "rows").glob("*.csv")) for e in read_rows(p)]
+            print(f"{readme}: {'changed' if front.write(readme, every) else 'as it was'}")
     except ValueError as reason:
         parser.error(str(reason))
     return 0

@@ -127,6 +127,7 @@ def _accuracy(curves: Sequence[Row]) -> Any:
                     )
             units = [e.unit for e in curves if e.subject == subject and e.metric == metric]
             axis.set(xscale="log", yscale="log", ylabel=units[0] if units else metric)
+            readable(axis.yaxis)  # the residuals across are powers of ten
             axis.invert_xaxis()
             axis.grid(alpha=0.3, which="both")
         axes[0][column].set_title(subject.rpartition(", ")[2], fontsize=10)
@@ -168,7 +169,8 @@ def projection(rows: Sequence[Row]) -> Any:
         axis.scatter([], [], color="grey", marker=MARKERS[index % len(MARKERS)], label=size)
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set(xscale="log", yscale="log", xlabel="left in the span, |Qg'| / |g'|")
-    axis.set_ylabel("times as fast as torch float32 on rows")
+    readable(axis.yaxis)
+    axis.set_ylabel("times as fast as torch float32 at its best")
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     return figure

@@ -4,10 +4,12 @@
 
 The gate: in float64 a contender must agree with plain autograd's product, which itself must agree
 with central differences; in float32, as it is timed, to rounding. Only then is it timed,
-interleaved with the unit: one gradient on the same data. Columns: time per vector in gradients
-(20 % - 80 %), time to set up (first product included) in gradients, peak memory of building and
-first product, relative error in both precisions. A contender that is wrong or fails is shown as
-such and not timed. ``--compiled`` adds the compiled engine, which takes minutes to set up.
+interleaved with the unit, one gradient on the same data, each with the number of threads that suits
+it best. Columns: threads, time per vector in gradients (20 % - 80 %), time to set up (a user's
+checks and the first product included; one sample) in gradients, peak memory of building and first
+product, relative error in both precisions. "time over that of" another is the ratio inside the
+rounds. A contender that is wrong or fails is shown as such and not timed. ``--compiled`` adds the
+compiled engine, which takes minutes to set up.
 """
 
 import argparse
@@ -20,12 +22,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Row, format_table, peak_memory, relative_error, row, write_rows
+from benchmarks.measure import (
+    TRIED,
+    Row,
+    format_table,
+    peak_memory,
+    relative_error,
+    row,
+    threads_of,
+    write_rows,
+)
 from benchmarks.networks import SIZES, Network
 from benchmarks.plain import PLAIN, Product, steady, truth
 from curvlab.bench import peers
 from curvlab.bench.timing import (
     Quantiles,
+    best_threads,
     environment,
     interleave,
     per_round_ratio,
@@ -39,6 +51,7 @@ EXACT = 1e-9  # relative error of a right product in float64
 LIMIT = 1e-4  # and in float32
 WIDTH = 16  # vectors in a block
 UNIT = "one gradient"
+OURS = "curvlab auto"
 KINDS = {"hessian": Hessian, "gauss_newton": GaussNewton}
 
 
@@ -77,7 +90,7 @@ def contenders(
 
     def engine(name: str) -> Callable[[], Product]:
         def build() -> Product:
-            operator = KINDS[kind](network.model, network.loss, data, engine=name, check=False)  # type: ignore[arg-type]
+            operator = KINDS[kind](network.model, network.loss, data, engine=name)  # type: ignore[arg-type]
             return lambda block: operator @ block
 
         return build
@@ -140,25 +153,32 @@ def measure(network: Network, kind: str, options: argparse.Namespace) -> list[Ro
         loss = network.loss(network.model(network.inputs), network.targets)
         torch.autograd.grad(loss, leaves)
 
-    gradient()  # the libraries' first-use buffers are nobody's
+    gradient()  # buffers that libraries make at first use do not count
     exact = truth(network, kind, block if network.name == "mlp" else block[:1])
     pairs = zip(
         contenders(network, kind, options.compiled, options.only),
         contenders(network.double(), kind, options.compiled, options.only),
         strict=True,
     )
-    outcomes = [enter(one, double, block, exact, options.threads) for one, double in pairs]
+    most = max(options.threads)
+    outcomes = [enter(one, double, block, exact, most) for one, double in pairs]
     calls: dict[str, Callable[[], object]] = {UNIT: gradient}
     for outcome in outcomes:
         if outcome.right and outcome.product is not None:
             some = block[: outcome.contender.width]
             calls[outcome.contender.name] = partial(outcome.product, some)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    seconds = interleave(calls, rounds=options.rounds, threads=options.threads, clock=clock)
+    threads = best_threads(calls, options.threads, clock=clock)
+    seconds = interleave(calls, rounds=options.rounds, threads=threads, clock=clock)
     once = quantiles(seconds[UNIT])
-    rows = [row(kind, UNIT, "time", "seconds", network.shown, once, threads=options.threads)]
+    torch_version = str(torch.__version__)
+    rows = [
+        row(kind, UNIT, "time", "seconds", network.shown, once, threads=threads[UNIT],
+            version=torch_version)
+    ]  # fmt: skip
     for outcome in outcomes:
-        rows += _rows(network, kind, outcome, seconds, options.threads)
+        count = threads.get(outcome.contender.name, most)
+        rows += _rows(network, kind, outcome, seconds, count)
     return rows
 
 
@@ -179,6 +199,16 @@ def _rows(
             ("set-up", "gradients", setup),
             ("peak memory", "bytes", float(outcome.memory)),
         ]
+        if contender.name == OURS:
+            figures += [
+                (
+                    f"time over that of {other}",
+                    "ratio",
+                    quantiles(per_round_ratio(seconds[OURS], of)),
+                )
+                for other, of in seconds.items()
+                if not other.startswith(("curvlab", UNIT)) and " at once" not in other
+            ]
     return [
         row(
             kind,
@@ -203,20 +233,21 @@ def table(rows: list[Row]) -> str:
             continue
         name, exactness = entry.contender, entry.p50
         error = figures[name, "error in float32"].p50
-        line = [name, entry.version, "WRONG" if math.isfinite(exactness) else "fails", "", ""]
+        line = [name, entry.version, "", "WRONG" if math.isfinite(exactness) else "fails", "", ""]
         if (name, "time per vector") in figures:
             spread = figures[name, "time per vector"]
-            line[2] = f"{spread.p50:.2f} ({spread.p20:.2f}-{spread.p80:.2f})"
-            line[3] = f"{figures[name, 'set-up'].p50:.0f}"
-            line[4] = f"{figures[name, 'peak memory'].p50 / 2**20:.0f}"
+            line[2] = threads_of(spread)
+            line[3] = f"{spread.p50:.2f} ({spread.p20:.2f}-{spread.p80:.2f})"
+            line[4] = f"{figures[name, 'set-up'].p50:.0f}"
+            line[5] = f"{figures[name, 'peak memory'].p50 / 2**20:.0f}"
         lines.append([*line, f"{exactness:.0e}", f"{error:.0e}"])
-    header = ["contender", "version", "gradients per vector", "set-up", "peak MiB"]
+    header = ["contender", "version", "threads", "gradients per vector", "set-up", "peak MiB"]
     header += ["error float64", "float32"]
     return format_table(header, lines)
 
 
 def _use_once(network: Network) -> None:
-    """Imports and buffers that a library makes at its first use are nobody's set-up."""
+    """Imports and buffers that a library makes at its first use do not count as set-up."""
     for kind in KINDS:
         for contender in contenders(network, kind, compiled=False):
             contender.build()(torch.ones(contender.width, network.n))
@@ -232,13 +263,15 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="also the compiled engine")
     parser.add_argument("--only", nargs="+", default=[], help="beginnings of curvlab's engines")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1], help=TRIED)
     parser.add_argument("--cpu-time", action="store_true", help="for a busy machine; 1 thread")
     parser.add_argument("--out", help="write the rows to this .csv or .json")
     options = parser.parse_args()
-    print(environment(options.threads))
+    options.threads = [1] if options.cpu_time else options.threads
+    most = max(options.threads)
+    print(environment(most))
     rows: list[Row] = []
-    with pinned_threads(options.threads):
+    with pinned_threads(most):
         _use_once(SIZES["small"]["mlp"]())
         for name in options.networks:
             network = steady(SIZES[options.size][name], 0.1 * LIMIT)
@@ -250,8 +283,8 @@ def main() -> None:
                     f"one gradient = {1e3 * some[0].p50:.2f} ms"
                 )
                 print(table(some), flush=True)
-    if options.out:
-        print("rows in", write_rows(options.out, rows))
+                if options.out:  # after each: the next may take long
+                    print("rows in", write_rows(options.out, rows), flush=True)
 
 
 if __name__ == "__main__":

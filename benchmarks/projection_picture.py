@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from curvlab.plots import readable
 from curvlab.storage import write_atomically
 
 
@@ -24,7 +25,7 @@ def draw_roofline(
     """Write the picture to ``path``.
 
     Args:
-        bandwidth: STREAM read, bytes per second: the slanted part of the roof.
+        bandwidth: Of one reading, bytes per second: the slanted part of the roof.
         peak: Of a float32 matrix product, flop per second: the flat part.
     """
     import matplotlib as mpl
@@ -38,7 +39,7 @@ def draw_roofline(
     ridge = peak / bandwidth
     corners = [low, ridge, max(high, 2 * ridge)]
     roof = [low * bandwidth, peak, peak]
-    label = f"STREAM read {bandwidth / 1e9:.0f} GB/s, GEMM {peak / 1e9:.0f} Gflop/s"
+    label = f"one reading {bandwidth / 1e9:.0f} GB/s, GEMM {peak / 1e9:.0f} Gflop/s"
     axes.loglog(corners, [y / 1e9 for y in roof], color="black", linewidth=1.5, label=label)
     names = list(dict.fromkeys(point.name for point in points))
     sizes = list(dict.fromkeys(point.size for point in points))
@@ -58,6 +59,8 @@ def draw_roofline(
         axes.scatter([], [], color=colours(names.index(name) % 20), label=name)
     for index, size in enumerate(sizes):
         axes.scatter([], [], color="grey", marker=markers[index % len(markers)], label=size)
+    readable(axes.xaxis)
+    readable(axes.yaxis)
     axes.set_xlabel("flop per byte moved (byte model)")
     axes.set_ylabel("Gflop/s")
     axes.set_title(f"Projection g - M'Mg: achieved against the machine\n{environment}", fontsize=8)

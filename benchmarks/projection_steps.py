@@ -10,6 +10,7 @@ from curvlab_kernels import _cpu
 from curvlab_kernels.formats import BLOCK, padded
 from torch import nn
 
+from benchmarks.measure import read
 from benchmarks.networks import SIZES, Network
 from curvlab.basis import Basis, MappedFile, Tier
 from curvlab.bench.timing import Quantiles, interleave, per_round_ratio, quantiles
@@ -86,8 +87,8 @@ def vit_projection(
     """The ViT's memory at 20 tasks of 20 vectors, int8.
 
     Yields:
-        Where it is kept, bytes moved, seconds per projection, and STREAM read's bytes per second
-        in the same rounds.
+        Where it is kept, bytes moved, seconds per projection, and the bytes per second of one
+        reading in the same rounds.
     """
     stream = torch.ones(1 << 26 if n > 1_000_000 else 1 << 22)
     for where, tier in (("in memory", None), ("in a file", MappedFile(folder))):
@@ -96,7 +97,7 @@ def vit_projection(
         seconds = interleave(
             {
                 "projection": partial(basis.project_out_, vector),
-                "stream": lambda: torch.dot(stream, stream),
+                "stream": lambda: read(stream),
             },
             rounds=rounds,
             threads=threads,

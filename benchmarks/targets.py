@@ -78,11 +78,12 @@ def _products() -> list[Target]:
         what = f"Gauss-Newton product, {name}"
         found.append(Target("products", what, AT_MOST, 1.5, "gradients", figure))
     for network, name in NETWORKS.items():
-        figure = _product("hessian", "curvlab auto", network)
         # the best of the others: they keep the graph of the gradient, as ours does
         for rival in ("PyHessian", "kept graph"):
             what = f"Hessian product, {name}, against {rival}"
-            found.append(Target("products", what, AT_MOST, 1.0, "of its time", figure, rival))
+            metric = f"time over that of {rival}"  # inside the rounds
+            beside = Figure("hessian", "curvlab auto", metric, "ratio", (network,))
+            found.append(Target("products", what, AT_MOST, 1.0, "of its time", beside))
     for kind, word in (("hessian", "Hessian"), ("gauss_newton", "Gauss-Newton")):
         exact = Figure(kind, "curvlab auto", "error in float64", "relative", tuple(NETWORKS))
         what = f"{word} product, error in float64, three networks"
@@ -113,11 +114,16 @@ def _projection() -> list[Target]:
     found = []
     limits = {"float32": 1.2, "bfloat16": 1.7, "float16": 1.7, "int8": 2.3}
     for dtype, limit in limits.items():
-        unit = "x torch float32, rows (m, P)"
+        unit = "x torch float32 at its best"
         for where, name in ((SIZES[:2], "0.5 M"), (SIZES[2:], "12.4 M")):
             figure = Figure("projection", f"curvlab {dtype}", "speed", unit, where)
             what = f"Projection, {dtype} rows, P = {name}, m = 20 and 100"
-            found.append(Target("projection", what, AT_LEAST, limit, "x torch float32", figure))
+            found.append(Target("projection", what, AT_LEAST, limit, "x torch's best", figure))
+    for where, name in ((SIZES[:2], "0.5 M"), (SIZES[2:], "12.4 M")):
+        unit = "x torch float32 at its best"
+        figure = Figure("projection", "curvlab float32", "speed, one thread", unit, where)
+        what = f"Projection, float32 rows, P = {name}, m = 20 and 100, one thread"
+        found.append(Target("projection", what, AT_LEAST, 1.0, "x torch's best", figure))
     for dtype, limit in {"float32": 1e-6, "bfloat16": 1e-4, "float16": 1e-4}.items():
         where = LONG if dtype == "float32" else SIZES
         figure = Figure("projection", f"curvlab {dtype}", "leak", "|Qg'|/|g'|", where)
@@ -153,7 +159,7 @@ def _eigen() -> list[Target]:
         Target(
             "conformance", "Prescribed spectra, silently wrong sets", AT_MOST, 0.0, "solves", wrong
         ),
-        Target("conformance", what, AT_MOST, 1.5, "of ARPACK's", ratio, "scipy eigsh"),
+        Target("conformance", what, AT_MOST, 0.95, "of ARPACK's", ratio, "scipy eigsh"),
     ]
 
     def solve(metric: str, unit: str, network: str, contender: str = "lanczos") -> Figure:
@@ -193,13 +199,26 @@ def _eigen() -> list[Target]:
             figure = solve(metric, "ratio", network, rival)
             what = f"Top 20 at 1e-3, {name}, uncertified, than {rival}"
             found.append(Target("eigensolvers", what, AT_LEAST, 1.3, "x", figure))
+    for network, name in NETWORKS.items():
+        figure = solve("set-up", "gradients", network)
+        what = f"Making the Hessian of the {name}, its checks included"
+        found.append(Target("eigensolvers", what, AT_MOST, 6.0, "gradients", figure))
+    for network in ("mlp", "resnet"):
+        figure = solve("products of the certificate", "products", network)
+        what = f"Top 20 at 1e-3, {NETWORKS[network]}, what the certificate adds"
+        found.append(Target("eigensolvers", what, AT_MOST, 8, "products", figure))
+    for overlap, most in (("0.999", 1.0), ("0.97", 0.6)):
+        contender = f"lanczos, started at overlap {overlap}"
+        figure = solve("products, warm over cold", "ratio", "mlp", contender)
+        what = f"Top 20 at 1e-3, {NETWORKS['mlp']}, earlier vectors at overlap {overlap}"
+        found.append(Target("eigensolvers", what, AT_MOST, most, "of a cold start", figure))
     outside = Figure("orthogonalisation k=10", "lanczos", "outside", "ARPACK", ("n=1100000",))
     passes = Figure(
         "reorthogonalisation m=40", "orthonormalise", "time", "4 reads of the basis",
         ("n=12500000",),
     )  # fmt: skip
     return found + [
-        Target("orthogonalisation", "Time outside the operator, P = 1.1 M, k = 10", AT_MOST, 0.5,
+        Target("orthogonalisation", "Time outside the operator, P = 1.1 M, k = 10", AT_MOST, 0.4,
                "of ARPACK's", outside),
         Target("orthogonalisation", "Two-pass reorthogonalisation, P = 12.5 M, 40 rows", AT_MOST,
                1.1, "of 4 reads", passes),
@@ -221,10 +240,11 @@ def _energy() -> list[Target]:
 def _learners() -> list[Target]:
     found = []
     for name in ("SGD-dagger, 20 directions", "SGD-dagger, 80 directions",
+                 "SGD-dagger, 20 directions, float16",
                  "SGD-dagger, 80 directions, float16"):  # fmt: skip
-        figure = Figure("learners", name, "step", "SGD steps", (1.0, 5.0))
+        figure = Figure("learners", name, "step", "of the limit", (1.0, 5.0))
         what = f"{name}: step against SGD's plus 1.3 times reading the memory twice"
-        found.append(Target("learners", what, AT_MOST, 1.0, "of the limit", figure, name, "limit"))
+        found.append(Target("learners", what, AT_MOST, 1.0, "of the limit", figure))
     for name in ("SGD", "SGD-dagger, 20 directions"):
         figure = Figure("learners", name, "speed", "stacked torch", (5.0,))
         what = f"{name}: five seeds, than a stack of them in batched products of torch"
@@ -248,6 +268,35 @@ def _protection() -> list[Target]:
     ]  # fmt: skip
 
 
+def _kernels() -> list[Target]:
+    found = []
+    for name in ("project, int8", "project list, int8"):
+        for machine in ("A100", "H100"):
+            where = tuple(f"{machine} P={p}" for p in (500_000, 4_000_000))
+            figure = Figure("kernels", name, "issue over byte time", "model", where)
+            what = f"{name}, {machine} by the model, P = 0.5 M and 4 M: issue over byte time"
+            found.append(Target("kernels", what, AT_MOST, 0.8, "of the byte time", figure))
+    return found
+
+
+def _large() -> list[Target]:
+    found = []
+    limits = {
+        "GPT-2 of 124 M, top 5": 12.0,
+        "ViT of 12.5 M, 1,000 samples": 4.0,
+        "GPT-2 of 355 M, a product": 20.0,
+    }
+    for name, limit in limits.items():
+        for metric, unit, most, what in (
+            ("taken", "GB", limit, "memory of the process"),
+            ("planned memory off by", "factor", 1.25, "planned memory"),
+            ("planned time off by", "factor", 1.5, "planned time"),
+        ):
+            figure = Figure("large", name, metric, unit, ("planned first",))
+            found.append(Target("large", f"{name}: {what}", AT_MOST, most, unit, figure))
+    return found
+
+
 TARGETS: tuple[Target, ...] = (
     *_products(),
     *_dense(),
@@ -257,4 +306,6 @@ TARGETS: tuple[Target, ...] = (
     *_energy(),
     *_learners(),
     *_protection(),
+    *_kernels(),
+    *_large(),
 )

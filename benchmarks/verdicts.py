@@ -8,6 +8,7 @@ from benchmarks.measure import Row, format_table
 from benchmarks.targets import AT_MOST, TARGETS, Figure, Target
 
 MET, PARTLY, MISSED, ABSENT = "met", "met where measured", "missed", "not measured here"
+TIMED = ("time", "speed", "step", "set-up", "CPU time", "norm time", "outside", "overhead")
 Key = tuple[str, str, str, str, str]
 
 
@@ -21,6 +22,8 @@ class Verdict:
         points: How many of the target's points were measured.
         environment: Of the rows that decided.
         note: Why nothing was measured, where the rows tell.
+        commit: The revision that was measured.
+        single: Whether it is one timed sample, without a spread.
     """
 
     target: Target
@@ -30,6 +33,13 @@ class Verdict:
     verdict: str
     environment: str
     note: str = ""
+    commit: str = ""
+    single: bool = False
+
+
+def single(entry: Row) -> bool:
+    """Whether a row is one sample of something that varies; counts have one sample and do not."""
+    return entry.samples == 1 and entry.metric.startswith(TIMED)
 
 
 def judge(rows: Iterable[Row], targets: Sequence[Target] = TARGETS) -> list[Verdict]:
@@ -39,7 +49,7 @@ def judge(rows: Iterable[Row], targets: Sequence[Target] = TARGETS) -> list[Verd
 
 
 def _judge_one(target: Target, table: Mapping[Key, Row]) -> Verdict:
-    found: list[tuple[float, float | str, str]] = []
+    found: list[tuple[float, float | str, Row]] = []
     for x in target.figure.x:
         own = _look_up(target.figure, x, table)
         if own is None:
@@ -55,19 +65,22 @@ def _judge_one(target: Target, table: Mapping[Key, Row]) -> Verdict:
             if beside is None:
                 continue
             value = beside.p50 / value if target.inverse else value / beside.p50
-        found.append((value, x, own.environment))
+        found.append((value, x, own))
     if not found:
         return Verdict(target, None, "", 0, ABSENT, "", _why(target, table))
     upper = target.sense == AT_MOST
     # NaN is the worst of all: it must not slip through a comparison
-    value, x, environment = max(
+    value, x, decides = max(
         found,
         key=lambda one: math.inf if math.isnan(one[0]) else (one[0] if upper else -one[0]),
     )
     good = value <= target.limit if upper else value >= target.limit
     whole = len(found) == len(target.figure.x)
     verdict = (MET if whole else PARTLY) if good else MISSED
-    return Verdict(target, value, str(x), len(found), verdict, environment)
+    return Verdict(
+        target, value, str(x), len(found), verdict, decides.environment,
+        commit=decides.commit, single=single(decides),
+    )  # fmt: skip
 
 
 def _why(target: Target, table: Mapping[Key, Row]) -> str:
@@ -90,7 +103,7 @@ def _key(entry: Row) -> Key:
 
 
 def number(value: float) -> str:
-    """A figure for people: three digits, powers of ten only where they help."""
+    """A figure as it is shown: three digits, powers of ten only where they help."""
     if value == 0.0 or 0.01 <= abs(value) < 1e5:
         return f"{value:.3g}"
     return f"{value:.1e}"
@@ -100,6 +113,7 @@ def cells(verdict: Verdict) -> list[str]:
     """What is promised, the limit, what was measured, the verdict."""
     target = verdict.target
     measured = verdict.note or "-" if verdict.measured is None else number(verdict.measured)
+    measured += " (one sample)" if verdict.single else ""
     if len(target.figure.x) > 1 and verdict.measured is not None:
         measured += f" (worst of {verdict.points}: {verdict.at})"
     word = verdict.verdict

@@ -19,6 +19,7 @@ from benchmarks import (
     products,
     verdicts,
 )
+from benchmarks import front as front_page
 from benchmarks.measure import Row, as_small, read_rows, row, write_rows
 from benchmarks.networks import SMALL
 from benchmarks.stacked import Stack, stacked
@@ -91,6 +92,14 @@ def test_ratios_go_the_way_the_target_says():
     assert verdict(rows, target(per="theirs", inverse=True)).measured == pytest.approx(3.0)
 
 
+def test_one_timed_sample_is_said_to_be_one_and_a_count_is_not():
+    assert "one sample" in verdicts.cells(verdict([entry(value=1.0)], target()))[2]
+    counted = Target("products", "what", AT_MOST, 2.0, "u", Figure("s", "ours", "k", "u", ("mlp",)))
+    assert verdicts.cells(verdict([entry(value=1.0, metric="k")], counted))[2] == "1"
+    several = replace(entry(value=1.0), samples=5)
+    assert verdicts.cells(verdict([several], target()))[2] == "1"
+
+
 def test_a_rival_that_was_wrong_is_named_as_the_reason():
     rows = [entry(), entry("theirs", 0.2, metric="residual", unit="relative")]
     found = verdict(rows, target(per="theirs"))
@@ -119,9 +128,9 @@ def test_targets_find_the_rows_of_the_modules_that_measure_them(monkeypatch):
     rows = [replace(one, x=full.get(one.x, one.x)) for one in rows]
     found = [v for v in verdicts.judge(rows) if v.target.command in ("append", "conformance")]
     assert len(found) == 6
-    timed = [v for v in found if "than BCGS2" in v.target.what]
-    assert [v.points for v in timed] == [1]  # whether it is fast enough is not for this size
-    assert {v.verdict for v in found if v not in timed} == {verdicts.MET}
+    sized = [v for v in found if "BCGS2" in v.target.what or "ARPACK" in v.target.what]
+    assert [v.points for v in sized] == [1, 1]  # whether it is enough is not for this size
+    assert {v.verdict for v in found if v not in sized} == {verdicts.MET}
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.5])
@@ -154,7 +163,7 @@ def test_a_peer_that_is_wrong_is_shown_with_its_error_and_not_timed(monkeypatch)
 
     peer = SimpleNamespace(NAME="peer", DISTRIBUTION="peer", BLOCKS=False, hessian=off)
     monkeypatch.setattr(peers, "installed", lambda *_: [peer])
-    options = SimpleNamespace(compiled=False, only=["auto"], threads=1, rounds=1, cpu_time=False)
+    options = SimpleNamespace(compiled=False, only=["auto"], threads=[1], rounds=1, cpu_time=False)
     rows = products.measure(SMALL["mlp"](), "hessian", options)
     of = {(one.contender, one.metric): one.p50 for one in rows}
     assert of["peer", "error in float64"] == pytest.approx(1e-3, rel=1e-3)
@@ -237,7 +246,7 @@ def test_the_page_shows_wrong_contenders_and_is_the_same_twice(tmp_path):
     assert (tmp_path / "pictures" / "growth.png").read_bytes() == picture
     text = first.decode()
     for words in ("wrong: 0.02", "a\\|b", f"| c {__version__} | fails |",
-                  "at most 1.3 gradients | 1.2 |", "0.50", "pictures/products.png"):  # fmt: skip
+                  "at most 1.3 gradients | 1.2 (one sample) |", "0.50", "pictures/products.png"):  # fmt: skip
         assert words in text
 
 
@@ -260,6 +269,79 @@ def test_the_committed_page_is_what_the_committed_rows_give(tmp_path):
     assert pictures == {path.name for path in (own / "pictures").iterdir()}
 
 
+def test_the_readme_shows_what_the_committed_rows_say():
+    rows = [e for p in sorted((ROOT / "benchmarks" / "rows").glob("*.csv")) for e in read_rows(p)]
+    assert front_page.block(rows) in (ROOT / "README.md").read_text(), "python -m benchmarks page"
+
+
+def test_the_comparison_of_the_readme_is_made_of_rows(tmp_path):
+    def solve(contender, metric, unit, value):
+        return replace(entry(contender, value, "mlp", front_page.TOP, metric, unit), samples=3)
+
+    rows = [
+        solve("lanczos", "products", "products", 61.0),
+        solve("lanczos", "time", "gradients", 107.25),
+        solve(front_page.EIGSH, "time over that of lanczos", "ratio", 0.8),
+        solve(front_page.EIGSH, "time over that of lanczos, uncertified", "ratio", 1.25),
+        entry("curvlinops-for-pytorch", 2.5e-4, "vit", "hessian", "error in float64", "relative"),
+    ]
+    text = front_page.block(rows)
+    assert "| curvlab, certified |  |  |  | 61 | 107 |" in text
+    assert "takes 1.25 and 0.8 of its time on the MLP" in text
+    assert "not timed: off by 2.5e-04 in float64" in text
+    old = front_page.block([replace(e, samples=0, commit="abc") for e in rows])
+    assert "Figures are from abc, with two threads for everybody" in old
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{front_page.BEGIN}\nold\n{front_page.END}\nafter\n")
+    assert front_page.write(readme, rows)
+    assert readme.read_text() == f"before\n{text}\nafter\n"
+    assert not front_page.write(readme, rows)
+    readme.write_text("no place")
+    with pytest.raises(ValueError, match="no place for the comparison"):
+        front_page.write(readme, rows)
+
+
+def test_primme_is_asked_for_residuals_relative_to_the_values_as_others_are(monkeypatch):
+    asked = []
+
+    def primme(operator, _, tol, **__):
+        asked.append(tol)
+        return operator.product(torch.ones(operator.n)), torch.eye(operator.n)
+
+    monkeypatch.setattr(conformance, "primme", primme)
+    monkeypatch.setattr(conformance.util, "find_spec", lambda _: True)
+    solve = conformance.solvers()["primme"][1]
+    solve(conformance.Diagonal(torch.tensor([100.0, 50.0, 1.0, 0.0])), 3, 0)
+    solve(conformance.Diagonal(torch.tensor([100.0, 0.0, 0.0, 0.0])), 3, 0)
+    assert asked == pytest.approx([0.01 * conformance.TOL, conformance.TOL])
+
+
+def test_a_library_that_gives_up_is_not_silently_wrong(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no convergence")
+
+    monkeypatch.setattr(conformance, "arpack", fails)
+    solve = conformance.solvers()["scipy eigsh"][1]
+    found = conformance._run(solve, torch.linspace(1, 9, 90).double(), (4,), (0,))
+    assert found[1:] == (0, 1)
+
+
+def test_what_was_written_before_an_interrupt_counts(tmp_path, capsys, monkeypatch):
+    figure = TARGETS[0].figure
+    one = row(figure.subject, figure.contender, figure.metric, figure.unit, figure.x[0], 1.0,
+              threads=2)  # fmt: skip
+
+    def interrupted(*_):
+        write_rows(tmp_path / "products.csv", [one])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(front, "_measure", interrupted)
+    assert front.main(["products", "append", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{len(TARGETS)} targets: 1 met" in printed
+    assert "left out: products and what comes after it (interrupted)" in printed
+
+
 def test_the_front_lists_every_subject_with_its_module(capsys):
     assert front.main(["list"]) == 0
     printed = capsys.readouterr().out
@@ -268,7 +350,11 @@ def test_the_front_lists_every_subject_with_its_module(capsys):
         assert (ROOT / "benchmarks" / f"{name}.py").is_file()
         assert set(subject.arguments) == set(subject.seconds) <= set(SIZES)
     standard = sum(s.seconds.get("standard", 0) for s in SUBJECTS.values())
-    assert standard <= 13 * 60, "make bench has a quarter of an hour, set-up included"
+    assert standard <= 22 * 60
+    first = list(SUBJECTS)[:7]  # make bench has 18 minutes: these always fit, the others if they do
+    assert first == ["products", "eigensolvers", "projection", "learners", "append", "energy",
+                     "conformance"]  # fmt: skip
+    assert sum(SUBJECTS[name].seconds["standard"] for name in first) <= 16 * 60
 
 
 def test_the_front_runs_a_subject_and_ends_with_verdicts(tmp_path):

@@ -53,6 +53,22 @@ def test_threads_are_pinned_during_and_restored_after():
     assert torch.get_num_threads() == before
 
 
+def test_every_contender_may_have_its_own_threads():
+    seen = {"one": [], "two": []}
+    calls = {name: lambda of=of: of.append(torch.get_num_threads()) for name, of in seen.items()}
+    timing.interleave(calls, rounds=2, threads={"one": 1, "two": 2}, shortest=0.0)
+    assert (set(seen["one"]), set(seen["two"])) == ({1}, {2})
+
+
+def test_the_best_threads_are_those_of_the_shortest_sample():
+    def slow_with(count):
+        return lambda: time.sleep(0.004 if torch.get_num_threads() == count else 0.0)
+
+    calls = {"alone": slow_with(2), "together": slow_with(1)}
+    assert timing.best_threads(calls, [2, 1]) == {"alone": 1, "together": 2}
+    assert timing.best_threads(calls, [2]) == {"alone": 2, "together": 2}
+
+
 def test_quantiles_of_known_samples():
     assert timing.quantiles([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]) == timing.Quantiles(1.0, 2.5, 4.0, 6)
     assert timing.quantiles([7.0]) == timing.Quantiles(7.0, 7.0, 7.0)

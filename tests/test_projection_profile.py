@@ -1,11 +1,13 @@
 """The projection profiler runs, measures what it says, and its contenders do project."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks import projection
 from benchmarks.measure import read_rows
-from benchmarks.projection_contenders import BASELINE, contenders, problem, torch_rows
+from benchmarks.projection_contenders import contenders, problem, torch_rows
 
 # What each contender may leave behind at P = 3000, m = 6, with half of the gradient in the span.
 LEAK = {"float16": 1e-4, "bfloat16": 1e-3, "int8": 3e-3}
@@ -41,21 +43,53 @@ def test_a_basis_that_was_not_protected_leaks():
 def test_the_profiler_writes_table_rows_and_picture(tmp_path, capsys, monkeypatch):
     tiny = projection.Sweep(((500, 3),), 2, 1 << 16, "small", 3, (2000, 5), 1e-4)
     monkeypatch.setitem(projection.SWEEPS, "small", tiny)
-    projection.run("small", tmp_path, threads=1)
+    projection.run("small", tmp_path, threads=2, alone=True)
     printed = capsys.readouterr().out
-    for words in ("STREAM read", "curvlab int8", "training step", "A basis of 5 x 2000", "80 GB"):
+    for words in (
+        "torch's best way with 1 threads",
+        "curvlab int8",
+        "training step",
+        "A basis of 5 x 2000",
+        "80 GB",
+    ):
         assert words in printed
     rows = read_rows(tmp_path / "projection.csv")
     assert {row.metric for row in rows} == {
         "speed",
+        "speed, one thread",
+        "torch's best way",
+        "speed, one thread, torch's best way",
         "bandwidth",
         "moved",
         "leak",
         "overhead",
         "around the kernel",
     }
-    baseline = [row for row in rows if row.contender == BASELINE and row.metric == "speed"]
-    assert [row.p50 for row in baseline] == [1.0]
+    for metric, threads in (("speed", "2 threads"), ("speed, one thread", "1 threads")):
+        speeds = {row.contender: row for row in rows if row.metric == metric}
+        torchs = {name: row.p50 for name, row in speeds.items() if name.startswith("torch float32")}
+        ways = {name for name in torchs if "columns" not in name}
+        assert len(ways) == 3
+        assert max(torchs[name] for name in ways) == 1.0  # the unit is the best of them
+        assert all(threads in row.environment for row in speeds.values())
+
+
+def test_a_way_of_torch_that_leaks_is_not_what_others_are_compared_with(monkeypatch):
+    tiny = projection.Sweep(((500, 3),), 2, 1 << 16, "small", 3, (2000, 5), 1e-4)
+    lazy = replace(torch_rows(problem(500, 3)), run=lambda: None, leak=0.5, name="lazy")
+    monkeypatch.setattr(projection, "torch_rows", lambda _: lazy)
+    best, ways = projection.torch_at_its_best(problem(500, 3), tiny, 1)
+    assert best.name != "lazy"
+    assert {way.name for way, _, _ in ways} == {
+        "torch float32, rows, mm",
+        "torch float32, rows, in threads",
+    }
+
+
+def test_the_profiler_leaves_nothing_behind(tmp_path, monkeypatch):
+    tiny = projection.Sweep(((500, 3),), 2, 1 << 16, "small", 3, (2000, 5), 1e-4)
+    monkeypatch.setitem(projection.SWEEPS, "small", tiny)
+    projection.run("small", tmp_path, threads=1)
     assert (tmp_path / "projection.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [
         "projection.csv",

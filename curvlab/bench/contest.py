@@ -3,13 +3,13 @@
 A sample makes the operator anew and solves, between two gradients on the same data: the whole is
 what a user pays the first time, the solve alone what the next one costs. The first run, which may
 compile and load, only passes the gate. A solver that passed is run once with every number of
-threads; those runs choose, and the rounds that follow are what is reported. Ratios are taken
-inside a round.
+threads; those runs choose, and the rounds that follow are what is reported. The gradient has its
+best number of threads too. Ratios are taken inside a round.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from curvlab.bench.problem import Problem
 from curvlab.bench.solvers import Answer, Contender, Solve, contenders
 from curvlab.bench.timing import (
     Threads,
+    best_threads,
     per_round_ratio,
     pinned_threads,
     seconds_of,
@@ -29,6 +30,7 @@ from curvlab.bench.timing import (
 SEEN = 0.02  # seconds from which on a clock sees a call
 SHORT = 3.0  # seconds of samples that a fast solver gets at least, whatever the rounds
 MOST_ROUNDS = 9
+STEADY = 5.0  # seconds from which on a first run may tell how fast its threads are
 LONG = 20.0  # seconds from which on a first run counts as a sample: what it loads is small beside
 REFERENCE = "lanczos"  # whose time the others are compared with
 
@@ -161,7 +163,7 @@ def enter(
         outcome = Outcome(contender, answer, effort, worst, missing, first, settings[0], failure)
         if outcome.passes(tol):
             if len(settings) > 1:
-                outcome.threads = _fastest(found, outcome, timing, settings)
+                outcome.threads = _fastest(found, outcome, timing, settings, taken)
             elif taken.seconds >= LONG:
                 outcome.samples.append(taken)
             break
@@ -169,13 +171,27 @@ def enter(
 
 
 def _fastest(
-    found: Problem, outcome: Outcome, timing: Timing, settings: Sequence[Threads]
+    found: Problem,
+    outcome: Outcome,
+    timing: Timing,
+    settings: Sequence[Threads],
+    first: Sample,
 ) -> Threads:
-    times = {
-        threads: sample(found, outcome.contender, outcome.effort, timing, threads)[1].whole
-        for threads in settings
-    }
+    times = {settings[0]: first.whole} if first.seconds >= STEADY else {}
+    for threads in settings:
+        if threads not in times:
+            taken = sample(found, outcome.contender, outcome.effort, timing, threads)[1]
+            times[threads] = taken.whole
     return min(times, key=times.__getitem__)
+
+
+def _unit(found: Problem, timing: Timing, settings: Sequence[Threads]) -> Timing:
+    """The clock, with the number of threads with which a gradient is fastest."""
+    if found.gradient is None:
+        return timing
+    counts = list(dict.fromkeys(threads.torch for threads in settings))
+    best = best_threads({"gradient": found.gradient}, counts, clock=timing.clock)
+    return replace(timing, threads=best["gradient"])
 
 
 def contest(
@@ -204,6 +220,7 @@ def contest(
     """
     timing = timing or Timing(torch.get_num_threads())
     settings = settings or usual_threads()
+    timing = _unit(found, timing, settings)
     truth, way = wanted(found, k, tol)
     say(f"{found.name}: the wanted values are from {way}")
     table, absent = contenders(found, k, tol, truth, whole=whole, own=own)

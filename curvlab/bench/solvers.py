@@ -227,7 +227,7 @@ def _from_peers(
             product = build(*plain.arguments)
             return Counted(operator, lambda v: product(v) if v.dim() == 2 else product(v[None])[0])
 
-        # what is compiled at first use is nobody's time
+        # compiling at first use does not count
         make() @ torch.ones(operator.n, dtype=operator.dtype, device=operator.device)
         table[f"scipy eigsh, {peer.NAME}"] = Contender(
             version, counted(make, arpack, k), tolerances

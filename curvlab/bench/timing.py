@@ -95,7 +95,7 @@ def interleave(
     *,
     rounds: int = 11,
     warmup: int = 1,
-    threads: int = 2,
+    threads: int | Mapping[str, int] = 2,
     shortest: float = 0.02,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
@@ -105,7 +105,7 @@ def interleave(
         contenders: Functions without arguments. They must do the same work at the same accuracy.
         rounds: Samples per contender.
         warmup: Untimed calls of each first.
-        threads: torch's thread count while measuring.
+        threads: torch's thread count while measuring, one for all or one for each.
         shortest: A sample repeats its call until it lasts about this many seconds, so that the
             clock and the call overhead do not count.
         clock: ``time.perf_counter`` for elapsed time, ``time.process_time`` for CPU time.
@@ -116,20 +116,52 @@ def interleave(
     if rounds < 1:
         raise ValueError(f"interleave needs rounds >= 1; got {rounds}")
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    with pinned_threads(threads), _collector_off():
+    counts = threads if isinstance(threads, Mapping) else dict.fromkeys(contenders, threads)
+    with _collector_off():
         repeats = {}
         for name, call in contenders.items():
-            for _ in range(warmup):
-                call()
-            once = seconds_of(call, 1, time.perf_counter)
+            with pinned_threads(counts[name]):
+                for _ in range(warmup):
+                    call()
+                once = seconds_of(call, 1, time.perf_counter)
             repeats[name] = max(1, round(shortest / max(once, 1e-9)))
         names = list(contenders)
         for turn in range(rounds):
             first = turn % len(names)  # nobody always runs after the same neighbour's cache
             for name in names[first:] + names[:first]:
-                seconds[name].append(seconds_of(contenders[name], repeats[name], clock))
+                with pinned_threads(counts[name]):
+                    seconds[name].append(seconds_of(contenders[name], repeats[name], clock))
             gc.collect()
     return seconds
+
+
+def best_threads(
+    contenders: Mapping[str, Call],
+    counts: Sequence[int],
+    *,
+    rounds: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, int]:
+    """The number of torch's threads with which each contender is fastest, the least of its samples.
+
+    Args:
+        counts: Numbers that everybody is tried with; one alone is taken untried.
+        rounds: Samples of each with each; one is enough where a call lasts a second.
+    """
+    if len(counts) == 1:
+        return dict.fromkeys(contenders, counts[0])
+    least: dict[str, dict[int, float]] = {}
+    for name, call in contenders.items():
+        call()  # what is compiled and loaded at first use chooses nothing
+        least[name] = {}
+        for count in counts:
+            with pinned_threads(count):
+                once = seconds_of(call, 1, clock)
+                repeats = max(1, round(0.01 / max(once, 1e-9)))
+                more = 0 if once >= 1.0 else rounds
+                samples = [once, *(seconds_of(call, repeats, clock) for _ in range(more))]
+            least[name][count] = min(samples)
+    return {name: min(times, key=times.__getitem__) for name, times in least.items()}
 
 
 def seconds_of(call: Call, repeats: int, clock: Callable[[], float] = time.perf_counter) -> float:

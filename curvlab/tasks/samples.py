@@ -71,7 +71,7 @@ class Task:
     """One task of a stream: targets of both parts are 0..classes-1.
 
     Attributes:
-        name: For people.
+        name: Shown in tables and messages.
         train: What is learned.
         test: What is evaluated.
         classes: That a head needs for this task.

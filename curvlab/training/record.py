@@ -156,7 +156,7 @@ class Checkpoint:
         buffers = [_below(tensors, f"buffers/{t}/") for t in range(done)]
         record.buffers = [after for after in buffers if after]
         learner.notes = manifest["notes"]
-        try:  # what a learner keeps is its own affair, and so is whether it fits
+        try:  # only the learner can tell whether what it kept fits
             curve = _below(tensors, "curve/")
             if curve:
                 record.curve.load_state(curve)
