@@ -246,7 +246,8 @@ def test_the_page_shows_wrong_contenders_and_is_the_same_twice(tmp_path):
     assert (tmp_path / "pictures" / "growth.png").read_bytes() == picture
     text = first.decode()
     for words in ("wrong: 0.02", "a\\|b", f"| c {__version__} | fails |",
-                  "at most 1.3 gradients | 1.2 (one sample) |", "0.50", "pictures/products.png"):  # fmt: skip
+                  "at most 1.3 gradients | 1.2 (one sample) |", "0.50",
+                  "pictures/products.png"):  # fmt: skip
         assert words in text
 
 
