@@ -119,24 +119,27 @@ class Measured:
 
     Attributes:
         against: The way of torch that is the baseline.
+        alone: Whether it is the repetition with one thread.
     """
 
     contender: Contender
     size: str
     seconds: list[float]
     baseline: list[float]
-    threads: int
     against: str
+    alone: bool = False
 
 
-def measure(n: int, m: int, sweep: Sweep, threads: int, folder: Path) -> Iterator[Measured]:
+def measure(
+    n: int, m: int, sweep: Sweep, threads: int, folder: Path, alone: bool = False
+) -> Iterator[Measured]:
     """Every contender at one size, each interleaved with the baseline."""
     size = f"P={n} m={m}"
     given = problem(n, m)
     reference, ways = torch_at_its_best(given, sweep, threads)
     for way, taken, base in ways:
-        yield Measured(way, size, taken, base, threads, reference.name)
-    for build in contenders(given, folder, whole=(n, m) not in sweep.brief and threads > 1):
+        yield Measured(way, size, taken, base, reference.name, alone)
+    for build in contenders(given, folder, whole=(n, m) not in sweep.brief and not alone):
         contender = build()
         if not contender.leak <= WRONG:
             print(f"{contender.name}, {size}: wrong, it leaves {contender.leak:.0e}: not timed")
@@ -151,7 +154,7 @@ def measure(n: int, m: int, sweep: Sweep, threads: int, folder: Path) -> Iterato
         figures = replace(contender, run=lambda: None)
         del contender
         yield Measured(
-            figures, size, seconds["contender"], seconds["baseline"], threads, reference.name
+            figures, size, seconds["contender"], seconds["baseline"], reference.name, alone
         )
 
 
@@ -180,9 +183,9 @@ def rows_of(found: Measured, hardware: Machine, threads: int) -> list[Row]:
     share = quantiles([contender.moved / s / hardware.bandwidth for s in found.seconds])
     version = None if contender.ours else str(torch.__version__)
     figures: list[tuple[str, str, Quantiles | float]] = [
-        ("speed" if threads > 1 else ALONE, f"x {BASELINE}", speed)
+        (ALONE if found.alone else "speed", f"x {BASELINE}", speed)
     ]
-    if threads > 1:
+    if not found.alone:
         figures += [
             ("bandwidth", "of one reading", share),
             ("moved", "bytes", float(contender.moved)),
@@ -190,8 +193,8 @@ def rows_of(found: Measured, hardware: Machine, threads: int) -> list[Row]:
         ]
     if contender.name == found.against:
         seconds = quantiles(found.seconds)
-        figures.append(("torch's best way" if threads > 1 else f"{ALONE}, torch's best way",
-                        "seconds", seconds))  # fmt: skip
+        name = f"{ALONE}, torch's best way" if found.alone else "torch's best way"
+        figures.append((name, "seconds", seconds))
     return [
         row(
             SUBJECT,
@@ -262,18 +265,19 @@ def run(
         print(f"float32 GEMM {hardware.peak / 1e9:.0f} Gflop/s\n")
         rows, points = list[Row](), list[Point]()
         with scratch(out) as folder:
-            turns = [(n, m, threads) for n, m in sweep.sizes]
+            turns = [(n, m, False) for n, m in sweep.sizes]
             # last: what stops early has the rows that most targets ask for
-            turns += [(n, m, 1) for n, m in sweep.sizes] if alone else []
-            for n, m, count in turns:
+            turns += [(n, m, True) for n, m in sweep.sizes] if alone else []
+            for n, m, single in turns:
+                count = 1 if single else threads
                 lines = list[list[str]]()
                 torch.set_num_threads(count)  # the outer context restores it
-                for found in measure(n, m, sweep, count, folder):
+                for found in measure(n, m, sweep, count, folder, single):
                     rows += rows_of(found, hardware, count)
                     write_rows(out / "projection.csv", rows)  # the next one may take long
                     lines.append(line_of(found, hardware))
                     one, each = found.contender, quantiles(found.seconds).p50
-                    if count > 1:
+                    if not single:
                         points.append(
                             Point(one.name, found.size, one.flops / one.moved, one.flops / each,
                                   one.ours)

@@ -168,9 +168,9 @@ def open_pieces(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Pieces]
 def _opened(path: str | Path) -> Iterator[tuple[str, str | None, dict[str, Pieces]]]:
     """A file's manifest as text, its checksum, and its tensors where they lie, none of it read."""
     path = Path(path)
-    if not path.is_file():
-        state = "is not a file" if path.exists() else "does not exist"
-        raise MissingFileError(f"{path} {state}")
+    present, is_file = _seen(path)
+    if not is_file:
+        raise MissingFileError(f"{path} {'is not a file' if present else 'does not exist'}")
     with path.open("rb") as file:
         try:
             header, tensors = _stored_pieces(file, path.stat().st_size)
@@ -245,7 +245,8 @@ def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
     A symbolic link stays one: what it points to is written.
     """
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
+    present, is_file = _seen(path)
+    if present and not is_file:
         raise StorageError(f"could not write {path}: it is no file, and is left as it is")
     # Not mkstemp: its files are readable by their owner alone, whatever the user's umask says.
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}"
@@ -265,6 +266,17 @@ def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
     except OSError as error:
         raise StorageError(
             f"could not write {path}: {error}. What was there before is unchanged"
+        ) from error
+
+
+def _seen(path: Path) -> tuple[bool, bool]:
+    """Whether something is there, and whether it is a file."""
+    try:
+        return path.exists(), path.is_file()
+    except OSError as error:  # a name that is too long, or a folder that may not be read
+        shown = path.name if len(path.name) <= 60 else f"{path.name[:57]}..."
+        raise StorageError(
+            f"{shown!r} cannot be used as a file ({error.strerror}): choose another name or folder"
         ) from error
 
 

@@ -23,10 +23,10 @@ SIGNS = {"agree": "✓ agrees", "disagree": "✗ disagrees", "undecided": "~ und
 LEGEND = (
     "✓ agrees; ✗ disagrees; ~ undecided: seeds disagree, there is one seed only, or the answer "
     "depends on a choice that the paper leaves open; ○ not tested: not run, run at a smaller size "
-    "only, or a learner in it learned no more than a frozen network knows. ⚠ learned so little "
-    "that forgetting says nothing. A number in a table leads to the command that made it. Core "
-    "time includes trainings, which labels share. † trained by an earlier version of the code, "
-    "whose roundings differ: to be made again."
+    "only, or a learner in it learned no more than a frozen network. ⚠ learned so little that "
+    "forgetting means nothing. A number in a table links to the command that made it. Core time "
+    "includes trainings, which several labels share. † trained by an earlier version of the code, "
+    "whose roundings differ: still to be repeated."
 )
 STYLES = {"agree": "agree", "disagree": "disagree", "undecided": "undecided",
           "not tested": "untested"}  # fmt: skip
@@ -227,11 +227,11 @@ def _section(experiment: Experiment, found: list[Finding], pictures: Mapping[str
 def _body(found: Finding, pictures: Mapping[str, bytes]) -> Iterator[Markup]:
     _, low = found.learned()
     if low:
-        yield tag("p", "⚠ Some rows have a_tt not far above chance: they learned little, so little "
-                  "forgetting is no merit of theirs.", class_="warning")  # fmt: skip
+        yield tag("p", "⚠ Some rows have an accuracy a_tt close to chance: they learned little, so "
+                  "that they forget little means nothing.", class_="warning")  # fmt: skip
     small = found.size not in PAPERS
     if small and found.experiment.quotes:
-        yield tag("p", "Smaller than the paper's: what follows is not counted for or against it.",
+        yield tag("p", "Smaller than the paper's: this does not count for or against it.",
                   class_="soft")  # fmt: skip
     for ours in (False, True):
         items = [

@@ -134,7 +134,7 @@ def unlearned(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
     if not runs:
         return f"{name} was not run"
     if any("frozen" not in run for run in runs):
-        return f"{name}: it was not measured what a frozen network knows"
+        return f"{name}: a frozen network was not measured beside it"
     tasks = range(1, len(runs[0]["accuracy"]))
     learned = [statistics.fmean(run["accuracy"][t][t] for run in runs) for t in tasks]
     frozen = [statistics.fmean(run["frozen"][t] for run in runs) for t in tasks]
@@ -143,7 +143,7 @@ def unlearned(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
         for t, a, f in zip(tasks, learned, frozen, strict=True)
         if a - f < LEARNED * (1.0 - f)
     ]
-    return f"{name} learned little more than a frozen network knows ({'; '.join(short)})" if (
+    return f"{name} learned little more than a frozen network ({'; '.join(short)})" if (
         short
     ) else ""  # fmt: skip
 

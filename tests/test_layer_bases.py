@@ -1,5 +1,7 @@
 """Layer bases hold what flowed through a model: one pass, orthonormal, extended, saved, merged."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -340,3 +342,9 @@ def test_an_energy_of_zero_holds_nothing_and_of_one_every_input():
     empty = curvlab.Basis(7, 7, dtype=torch.float64)
     extend_to_share(empty, torch.zeros(3, 7, dtype=torch.float64), 0.99)
     assert len(empty) == 0
+
+
+@pytest.mark.parametrize("energy", ["a", None, True, math.nan, -0.1, 1.1])
+def test_an_energy_that_is_no_share_is_refused_by_name(energy):
+    with pytest.raises((TypeError, ValueError), match=r"^energy= is a"):
+        layer_bases(nn.Linear(3, 2), torch.randn(5, 3), energy=energy)

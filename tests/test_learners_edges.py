@@ -3,12 +3,25 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from curvlab.learners import EWC, GPM, OGD, SGD, Population, SGDDagger, population_of
+from curvlab.learners import (
+    AGEM,
+    DER,
+    ER,
+    EWC,
+    GPM,
+    OGD,
+    SGD,
+    LwF,
+    Population,
+    SGDDagger,
+    population_of,
+)
 from curvlab.learners import sample_gradients as rows_of
 from curvlab.learners.ewc import diagonal_fisher
 from curvlab.learners.sample_gradients import sample_gradients
@@ -315,3 +328,34 @@ def test_dropout_inside_a_layer_or_a_function_follows_the_seed(inside):
     (alone,) = learn([model], tasks, SGD(), schedule, seeds=2)
     assert torch.equal(alone.snapshots, together[1].snapshots)
     assert torch.equal(torch.get_rng_state(), state)  # given back as it was
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: GPM(math.nan), "threshold"),
+        (lambda: GPM([0.9, math.nan]), "threshold"),
+        (lambda: GPM(0.9, samples=2.5), "samples"),
+        (lambda: EWC(math.nan), "strength"),
+        (lambda: EWC(math.inf), "strength"),
+        (lambda: EWC(samples=0), "samples"),
+        (lambda: ER(2.5), "size"),
+        (lambda: ER(10, batch=0), "batch"),
+        (lambda: DER(alpha=math.nan), "alpha"),
+        (lambda: AGEM(size=2.5), "size"),
+        (lambda: LwF(math.nan), "strength"),
+        (lambda: LwF(temperature=0.0), "temperature"),
+        (lambda: OGD(math.nan), "epsilon"),
+        (lambda: SGDDagger(k=2.5), "k"),
+        (lambda: SGDDagger(epsilon="a"), "epsilon"),
+    ],
+)
+def test_a_learner_made_with_no_number_is_refused_by_name(make, name):
+    with pytest.raises((TypeError, ValueError), match=f"^{name}= "):
+        make()
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert SGDDagger(k=np.int64(3), samples=np.int32(5)).k == 3
+    assert EWC(np.float32(2.0)).strength == 2.0
+    assert callable(GPM(lambda task: 0.9 + 0.01 * task).threshold)

@@ -226,6 +226,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         save_tensors(tmp_path / "file" / "below", "basis", {"x": torch.zeros(1)}, {})
 
 
+def test_a_name_that_no_disk_takes_is_refused_by_name(tmp_path):
+    long = tmp_path / ("x" * 300 + ".safetensors")
+    with pytest.raises(StorageError, match=r"'x{57}\.\.\.' cannot be used as a file .*too long"):
+        save_tensors(long, "test", {"a": torch.ones(2)}, {})
+    with pytest.raises(StorageError, match="cannot be used as a file"):
+        load_tensors(long, "test")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_manifest_must_be_json(tmp_path):
     with pytest.raises(TypeError):
         save_tensors(tmp_path / "file", "basis", {}, {"model": object()})

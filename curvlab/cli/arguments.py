@@ -12,6 +12,8 @@ ENGINES = (
 SUFFIXES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
+WHICH = "largest magnitude (LM, the default), largest, smallest, or half from both ends"
+
 
 def eig(parser: ArgumentParser) -> None:
     _model(parser)
@@ -21,12 +23,14 @@ def eig(parser: ArgumentParser) -> None:
         "--above",
         type=float,
         metavar="T",
-        help="all beyond T (as --which says), however many: 2 / lr, say",
+        help="all eigenvalues beyond T, for example 2 / lr, in place of a number of pairs",
     )
-    parser.add_argument("--tol", type=between(0.0, 1.0), default=1e-3, help="residual (1e-3)")
-    parser.add_argument("--which", choices=("LM", "LA", "SA", "both"), default="LM")
-    parser.add_argument("--seed", type=whole(0), default=0)
-    parser.add_argument("--max-products", type=whole(1), help="end after so many products")
+    parser.add_argument(
+        "--tol", type=between(0.0, 1.0), default=1e-3, help="relative residual of each pair (1e-3)"
+    )
+    parser.add_argument("--which", choices=("LM", "LA", "SA", "both"), default="LM", help=WHICH)
+    parser.add_argument("--seed", type=whole(0), default=0, help="of random vectors (0)")
+    parser.add_argument("--max-products", type=whole(1), help="stop after so many products")
     parser.add_argument("--deflate", metavar="FILE", help="leave out a saved basis or eigenpairs")
     _output(parser, "eig.safetensors")
 
@@ -35,7 +39,7 @@ def density(parser: ArgumentParser) -> None:
     _model(parser)
     parser.add_argument("--probes", type=whole(1), default=8, help="random vectors (8)")
     parser.add_argument("--steps", type=whole(1), default=60, help="products with each (60)")
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--seed", type=whole(0), default=0, help="of random vectors (0)")
     parser.add_argument(
         "--log", action="store_true", help="picture over the logarithm of the magnitude"
     )
@@ -45,7 +49,7 @@ def density(parser: ArgumentParser) -> None:
 def trace(parser: ArgumentParser) -> None:
     _model(parser)
     parser.add_argument("--probes", type=whole(1), default=48, help="products (48)")
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--seed", type=whole(0), default=0, help="of random vectors (0)")
     parser.add_argument(
         "--partial", default="trace.partial", help="file that Ctrl-C leaves (trace.partial)"
     )
@@ -54,9 +58,11 @@ def trace(parser: ArgumentParser) -> None:
 def layers(parser: ArgumentParser) -> None:
     _model(parser)
     parser.add_argument("--k", type=whole(1), default=3, help="pairs per layer (3)")
-    parser.add_argument("--tol", type=between(0.0, 1.0), default=1e-3, help="residual (1e-3)")
-    parser.add_argument("--which", choices=("LM", "LA", "SA", "both"), default="LM")
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument(
+        "--tol", type=between(0.0, 1.0), default=1e-3, help="relative residual of each pair (1e-3)"
+    )
+    parser.add_argument("--which", choices=("LM", "LA", "SA", "both"), default="LM", help=WHICH)
+    parser.add_argument("--seed", type=whole(0), default=0, help="of random vectors (0)")
     _pictures(parser)
 
 
@@ -77,14 +83,20 @@ def doctor(parser: ArgumentParser) -> None:
 
 def plan(parser: ArgumentParser) -> None:
     _model(parser)
-    parser.add_argument("--k", type=whole(0), default=10, help="pairs (10); 0 for a product")
-    parser.add_argument("--tol", type=between(0.0, 1.0), default=1e-3)
-    parser.add_argument("--tasks", type=whole(1), default=1, help="tasks the memory M is to hold")
-    parser.add_argument("--memory", type=size, help="bytes there are, such as 8G (what is free)")
+    parser.add_argument(
+        "--k", type=whole(0), default=10, help="how many pairs (10); 0 plans one product"
+    )
+    parser.add_argument(
+        "--tol", type=between(0.0, 1.0), default=1e-3, help="relative residual of each pair (1e-3)"
+    )
+    parser.add_argument(
+        "--tasks", type=whole(1), default=1, help="tasks whose pairs the memory holds (1)"
+    )
+    parser.add_argument("--memory", type=size, help="bytes available, such as 8G (what is free)")
     parser.add_argument(
         "--counted",
         action="store_true",
-        help="count operations on a model without memory in place of measuring one batch",
+        help="count operations on a model without weights, instead of measuring one batch",
     )
     parser.add_argument(
         "--machine",
@@ -99,11 +111,13 @@ def plan(parser: ArgumentParser) -> None:
 
 def profile(parser: ArgumentParser) -> None:
     _model(parser)
-    parser.add_argument("--rows", type=whole(1), default=20, help="of the projected basis (20)")
     parser.add_argument(
-        "--energy", type=between(0.0, 1.0), default=0.99, help="held by layer bases (0.99)"
+        "--rows", type=whole(1), default=20, help="rows of the projected basis (20)"
     )
-    parser.add_argument("--rounds", type=whole(1), default=5)
+    parser.add_argument(
+        "--energy", type=between(0.0, 1.0), default=0.99, help="share that layer bases hold (0.99)"
+    )
+    parser.add_argument("--rounds", type=whole(1), default=5, help="samples of each time (5)")
 
 
 def bench(parser: ArgumentParser) -> None:
@@ -202,7 +216,9 @@ def _model(parser: ArgumentParser) -> None:
         metavar="N",
         help="samples at a time; batch: never cut a batch, for coupled samples (by the budget)",
     )
-    group.add_argument("--curvature", choices=CURVATURES, default="hessian")
+    group.add_argument(
+        "--curvature", choices=CURVATURES, default="hessian", help="which matrix (hessian)"
+    )
     group.add_argument("--select", action="append", metavar="PATTERN", help="parameters by name")
     group.add_argument("--samples", type=whole(1), metavar="N", help="only the first N samples")
     group.add_argument(
@@ -213,7 +229,10 @@ def _model(parser: ArgumentParser) -> None:
         "numbers (frozen-masks); may be given twice",
     )
     group.add_argument("--dtype", choices=DTYPES, help="to compute in (that of the parameters)")
-    group.add_argument("--precision", choices=("exact", "tf32", "bfloat16"), default="exact")
+    group.add_argument(
+        "--precision", choices=("exact", "tf32", "bfloat16"), default="exact",
+        help="of matrix products; all but exact are faster and coarser (exact)",
+    )  # fmt: skip
     group.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (cpu)")
     group.add_argument("--budget", type=size, help="bytes the operator may take, such as 4G")
     group.add_argument("--engine", choices=ENGINES, default="auto", help="of products (auto)")

@@ -28,7 +28,8 @@ def own(options: Namespace) -> int:
         raise UsageError(f"{CHECKOUT}. On your own model: curvlab bench eig --help")
     rest = [word for word in options.rest if word != "--"]
     if not rest:
-        say(options, "nothing was started. All of it: curvlab bench -- --minutes 13; one: name it")
+        say(options, "nothing was started. One of these: curvlab bench -- NAME")
+        say(options, "the most important ones, about 20 minutes: curvlab bench -- --minutes 18")
         say(options, "on your own model: curvlab bench eig --model FILE.py:F --data FILE.py:G")
     command = [sys.executable, "-m", "benchmarks", *(rest or ["list"])]
     return subprocess.run(command, cwd=folder, check=False).returncode

@@ -58,7 +58,7 @@ VERBS: dict[str, Verb] = {
         (f"curvlab trace {MODEL} --probes 48",),
     ),
     "layers": Verb(
-        "top eigenvalues of every layer by itself: table, picture",
+        "top eigenvalues of each layer: table, picture",
         "curvlab.cli.spectrum:layers",
         add.layers,
         (f"curvlab layers {MODEL} --k 3 --picture layers.png",),
@@ -82,7 +82,7 @@ VERBS: dict[str, Verb] = {
         (f"curvlab doctor {MODEL}", "curvlab doctor --model nets.py:make --data nets.py:loader"),
     ),
     "plan": Verb(
-        "memory, products and time before they are spent; what fits",
+        "memory, products and time before you start; what fits",
         "curvlab.cli.advice:plan",
         add.plan,
         (
@@ -92,13 +92,13 @@ VERBS: dict[str, Verb] = {
         ),
     ),
     "profile": Verb(
-        "time of product engines and projections, and what protecting a step takes, side by side",
+        "times of product engines, projections and protected steps",
         "curvlab.cli.profile:profile",
         add.profile,
         (f"curvlab profile {MODEL} --rows 20",),
     ),
     "bench eig": Verb(
-        "eigensolvers compared on your model, yours too: table, picture, leaderboard",
+        "compare eigensolvers, also your own, on your model: table, picture, leaderboard",
         "curvlab.cli.bench:eig",
         add.bench_eig,
         (
@@ -108,7 +108,7 @@ VERBS: dict[str, Verb] = {
         ),
     ),
     "bench merge": Verb(
-        "leaderboards of curvlab bench eig as one",
+        "merge leaderboards of curvlab bench eig",
         "curvlab.cli.bench:merge",
         add.bench_merge,
         ("curvlab bench merge mine.jsonl yours.jsonl --out both.jsonl --picture both.png",),

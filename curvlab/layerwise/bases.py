@@ -23,6 +23,7 @@ called) has no matrix acting on inputs, and :func:`curvlab.protect` holds it whe
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -103,6 +104,8 @@ class LayerBases:
         task: str = "",
     ) -> None:
         """Add what another task needs; arguments as for :func:`layer_bases`."""
+        if isinstance(energy, bool) or not isinstance(energy, Real):
+            raise TypeError(f"energy= is a number between 0 and 1; got {energy!r}")
         if not 0.0 <= energy <= 1.0:
             raise ValueError(f"energy= is a share, between 0 and 1; got {energy}")
         model = inner(model)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from curvlab.learners.base import Learner
+from curvlab.learners.checks import whole
 from curvlab.learners.population import Population
 from curvlab.learners.seeds import derived_generator
 from curvlab.tasks.samples import Samples, Task, subset
@@ -28,8 +29,8 @@ class AGEM(Learner):
 
     def __init__(self, size: int = 200, *, batch: int = 10) -> None:
         super().__init__()
-        if size < 1 or batch < 1:
-            raise ValueError(f"size= and batch= are numbers of samples; got {size} and {batch}")
+        whole("size", size)
+        whole("batch", batch)
         self.size, self.batch = size, batch
         self._per_task = 0
         self._kept: list[tuple[Tensor, Tensor]] = []  # by task: (S, m, ...) and (S, m)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss, pad
 
+from curvlab.learners.checks import finite
 from curvlab.learners.er import ER
 from curvlab.learners.population import Population
 from curvlab.learners.step import Step
@@ -32,8 +33,8 @@ class DER(ER):
         self, size: int = 200, *, alpha: float = 0.3, beta: float = 0.0, batch: int = 10
     ) -> None:
         super().__init__(size, batch=batch)
-        if alpha < 0.0 or beta < 0.0:
-            raise ValueError(f"alpha= and beta= must be at least 0; got {alpha} and {beta}")
+        finite("alpha", alpha)
+        finite("beta", beta)
         self.alpha, self.beta = alpha, beta
         self._logits: list[Tensor] = []  # of the present step
         self._widest = 0

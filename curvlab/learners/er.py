@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from curvlab.learners.base import Learner
+from curvlab.learners.checks import whole
 from curvlab.learners.population import Population
 from curvlab.learners.reservoir import Reservoir
 from curvlab.learners.step import Step
@@ -27,8 +28,7 @@ class ER(Learner):
 
     def __init__(self, size: int = 200, *, batch: int = 10) -> None:
         super().__init__()
-        if batch < 1:
-            raise ValueError(f"batch= is a number of samples; got {batch}")
+        whole("batch", batch)
         self.batch, self.memory = batch, Reservoir(size)
 
     def loss(self, population: Population, s: int, logits: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from curvlab.learners.base import Learner
+from curvlab.learners.checks import finite, whole
 from curvlab.learners.population import Population
 from curvlab.learners.sample_gradients import mlp_factors, sample_gradients
 from curvlab.learners.seeds import derived_generator
@@ -52,10 +53,8 @@ class EWC(Learner):
         select: Selection = None,
     ) -> None:
         super().__init__()
-        if strength < 0.0 or samples < 1:
-            raise ValueError(
-                f"strength= must be at least 0 and samples= at least 1; got {strength}, {samples}"
-            )
+        finite("strength", strength)
+        whole("samples", samples)
         if labels not in ("model", "sampled", "true"):
             raise ValueError(f"labels= must be 'model', 'sampled' or 'true'; got {labels!r}")
         if not 0.0 <= gamma <= 1.0:

@@ -21,6 +21,7 @@ from torch import Tensor
 from curvlab.basis import Basis
 from curvlab.layerwise.spans import extend_to_share
 from curvlab.learners.base import Learner
+from curvlab.learners.checks import portion, whole
 from curvlab.learners.layer_inputs import InputLayer, input_layers, layer_inputs
 from curvlab.learners.population import Population
 from curvlab.learners.rooms import LARGE, Call, few_threads, product, results, rooms
@@ -68,8 +69,10 @@ class GPM(Learner):
         super().__init__()
         if bias not in ("refuse", "augmented"):
             raise ValueError(f"bias= must be 'refuse' or 'augmented'; got {bias!r}")
-        if samples < 1:
-            raise ValueError(f"samples= must be at least 1; got {samples}")
+        whole("samples", samples)
+        if not callable(threshold):
+            for one in threshold if isinstance(threshold, Sequence) else [threshold]:
+                portion("threshold", one)
         self.threshold, self.samples, self.bias = threshold, samples, bias
         self.select = select
         self._by_task: list[float] = []  # of a threshold that is a function

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from curvlab.learners.base import Learner
+from curvlab.learners.checks import finite
 from curvlab.learners.kept import Kept
 from curvlab.learners.population import Population
 from curvlab.tasks.samples import Samples, Task
@@ -27,11 +28,9 @@ class LwF(Learner):
 
     def __init__(self, strength: float = 1.0, *, temperature: float = 2.0) -> None:
         super().__init__()
-        if strength < 0.0 or not temperature > 0.0:
-            raise ValueError(
-                "strength= must be at least 0 and temperature= above 0; got "
-                f"{strength} and {temperature}"
-            )
+        finite("strength", strength)
+        if not finite("temperature", temperature) > 0.0:
+            raise ValueError(f"temperature= must be above 0; got {temperature}")
         self.strength, self.temperature = strength, temperature
         self._old: Kept | None = None
         self._labels: list[tuple[int, ...] | None] = []

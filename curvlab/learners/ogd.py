@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from curvlab.learners.base import Learner
+from curvlab.learners.checks import portion, whole
 from curvlab.learners.dense_memory import DenseMemory
 from curvlab.learners.population import Population
 from curvlab.learners.sample_gradients import Factors, mlp_factors, sample_gradients
@@ -63,10 +64,8 @@ class OGD(Learner):
         select: Selection = None,
     ) -> None:
         super().__init__()
-        if not 0.0 <= epsilon <= 1.0:
-            raise ValueError(f"epsilon= is a share of energy, between 0 and 1; got {epsilon}")
-        if samples < 1:
-            raise ValueError(f"samples= must be at least 1; got {samples}")
+        portion("epsilon", epsilon)
+        whole("samples", samples)
         if logits not in ("true", "all"):
             raise ValueError(f"logits= must be 'true' or 'all'; got {logits!r}")
         self.epsilon, self.samples, self.logits = epsilon, samples, logits

@@ -7,6 +7,7 @@ ones alone, among others and resumed.
 import torch
 from torch import Tensor
 
+from curvlab.learners.checks import whole
 from curvlab.learners.population import Population
 from curvlab.learners.seeds import derived_generator
 from curvlab.learners.step import Batch
@@ -20,8 +21,7 @@ class Reservoir:
     """
 
     def __init__(self, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"size= is a number of samples; got {size}")
+        whole("size", size)
         self.size, self.seen = size, 0
         self.kept: dict[str, Tensor] = {}  # (S, size, ...): inputs, targets, tasks, ...
 

@@ -18,6 +18,7 @@ from curvlab.eigen.energy import spectral_energy
 from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.result import Eigenpairs
 from curvlab.learners.base import Learner
+from curvlab.learners.checks import portion, whole
 from curvlab.learners.dense_memory import DenseMemory
 from curvlab.learners.population import Population
 from curvlab.learners.seeds import derived_generator, derived_seed
@@ -66,14 +67,13 @@ class SGDDagger(Learner):
         super().__init__()
         if (k is None) == (epsilon is None):
             raise ValueError(f"SGDDagger takes either k= or epsilon=; got k={k}, epsilon={epsilon}")
-        if k is not None and k < 0:
-            raise ValueError(f"k= is a number of eigenvectors; got {k}")
-        if epsilon is not None and not 0.0 <= epsilon <= 1.0:
-            raise ValueError(f"epsilon= is a share of energy, between 0 and 1; got {epsilon}")
+        if k is not None:
+            whole("k", k, 0)
+        if epsilon is not None:
+            portion("epsilon", epsilon)
         if first is not None and (k is None or any(len(pairs) < k for pairs in first)):
             raise ValueError(f"first= needs k= and at least that many pairs per run; got k={k}")
-        if samples < 1:
-            raise ValueError(f"samples= must be at least 1; got {samples}")
+        whole("samples", samples)
         self.k, self.epsilon, self.samples, self.tol = k, epsilon, samples, tol
         self.storage, self.largest, self.first = storage, largest, first
         self.select = select
