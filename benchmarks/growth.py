@@ -3,10 +3,10 @@
     python -m benchmarks.growth [--size small|full] [--curves BEGINNING ...] [--out FILE.csv]
 
 Each curve changes one thing: samples N, parameters P, protected directions m, eigenpairs k, tasks
-learned. All points of a curve are interleaved in one run. The exponent is the slope of a straight
-line fitted by least squares to logarithms, with its standard error; beside it what the byte or
-operation count says for large sizes. Small sizes have overheads that do not grow, so a fitted
-exponent below that is no mistake; one clearly above it would be.
+learned. All points of a curve are interleaved in one run, each with its best number of threads. The
+exponent is the slope of a straight line fitted by least squares to logarithms, with its standard
+error; beside it what the byte or operation count says for large sizes. Small sizes have overheads
+that do not grow, so a fitted exponent below that is no mistake; one clearly above it would be.
 """
 
 import argparse
@@ -24,7 +24,14 @@ from benchmarks.measure import SMALL, Row, format_table, row, write_rows
 from benchmarks.networks import SIZES, Network
 from benchmarks.projection_steps import random_basis
 from benchmarks.spectra import outliers
-from curvlab.bench.timing import Quantiles, environment, interleave, pinned_threads, quantiles
+from curvlab.bench.timing import (
+    Quantiles,
+    best_threads,
+    environment,
+    interleave,
+    pinned_threads,
+    quantiles,
+)
 from curvlab.eigen import lanczos
 from curvlab.nets import mlp
 from curvlab.operators import Hessian
@@ -156,7 +163,8 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> tuple[float, fl
 def measure(curve: Curve, rounds: int, threads: int) -> Iterator[Row]:
     """The points of a curve and the exponents fitted to them."""
     named = {str(size): call for size, call in curve.calls.items()}
-    seconds = interleave(named, rounds=rounds, threads=threads)
+    best = best_threads(named, list(dict.fromkeys((threads, 1))), rounds=1)
+    seconds = interleave(named, rounds=rounds, threads=best)
     times = {size: quantiles(seconds[str(size)]) for size in curve.calls}
     kinds: list[tuple[str, str, dict[int, Quantiles | float], float]] = [
         ("time", "seconds", dict(times), curve.expected)

@@ -126,11 +126,11 @@ def targets(rows: Sequence[Row]) -> str:
     found.sort(key=lambda verdict: order.get(verdict.verdict, 2))
     lines = []
     for verdict in found:
-        line = [*verdicts.cells(verdict)[:3], verdict.commit or "-", verdicts.cells(verdict)[3]]
+        line = [*verdicts.cells(verdict), verdict.commit or "-"]
         if verdict.verdict == MISSED:
-            line[-1] = f"**{line[-1]}**"
+            line[3] = f"**{line[3]}**"
         lines.append(line)
-    heading = ["target", "limit", "measured", "revision", "verdict"]
+    heading = ["target", "limit", "measured", "verdict", "revision"]
     return f"{verdicts.summary(found)}.\n\n{markdown(heading, lines)}"
 
 

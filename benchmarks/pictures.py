@@ -27,7 +27,7 @@ def draw(name: str, rows: Sequence[Row], folder: Path) -> Path | None:
 
     def write(temporary: str) -> None:
         # no date or version inside: the same rows give the same file
-        figure.savefig(temporary, format="png", dpi=110, metadata={"Software": None})
+        figure.savefig(temporary, format="png", dpi=130, metadata={"Software": None})
 
     write_atomically(path, write)
     _plots().close(figure)
@@ -69,33 +69,39 @@ def eigensolvers(rows: Sequence[Row]) -> Any:
 
 
 def _panels(shown: Sequence[Row], names: Sequence[str], label: str, log: bool = False) -> Any:
-    """Horizontal bars with quantiles, curvlab's in one colour, the others in another."""
+    """Horizontal bars with quantiles, curvlab's in one colour, the others in another.
+
+    Panels share their lines, so that names stand once and stay readable on a small screen.
+    """
     plt = _plots()
-    most = max(sum(str(e.x) == name for e in shown) for name in names)
-    size = (4.6 * len(names), 0.9 + 0.3 * most)
-    figure, axes = plt.subplots(1, len(names), figsize=size, layout="constrained", squeeze=False)
+    lines = list(dict.fromkeys(entry.contender for entry in shown))[::-1]
+    size = (2.2 + 2.0 * len(names), 0.9 + 0.3 * len(lines))
+    figure, axes = plt.subplots(
+        1, len(names), figsize=size, layout="constrained", squeeze=False, sharey=True
+    )
     for axis, name in zip(axes[0], names, strict=True):
-        bars = [entry for entry in shown if str(entry.x) == name][::-1]
+        bars = [entry for entry in shown if str(entry.x) == name]
+        places = [lines.index(entry.contender) for entry in bars]
         spread = [[e.p50 - e.p20 for e in bars], [e.p80 - e.p50 for e in bars]]
         colours = [COLOURS[0] if e.contender.startswith(OWN) else COLOURS[1] for e in bars]
-        for at, (entry, colour) in enumerate(zip(bars, colours, strict=True)):
+        for at, entry, colour in zip(places, bars, colours, strict=True):
             if log:  # a bar would begin nowhere
                 axis.errorbar(entry.p50, at, fmt="o", color=colour)
             else:
                 axis.barh(at, entry.p50, color=colour)
         axis.errorbar(
-            [e.p50 for e in bars], range(len(bars)), xerr=spread, fmt="none", ecolor="black",
+            [e.p50 for e in bars], places, xerr=spread, fmt="none", ecolor="black",
             linewidth=1,
         )  # fmt: skip
-        axis.set_yticks(range(len(bars)), [e.contender for e in bars])
+        axis.set_yticks(range(len(lines)), lines)
         axis.margins(y=0.08)
-        axis.set_title(name, fontsize=10)
-        axis.set_xlabel(label, fontsize=9)
-        axis.tick_params(labelsize=8)
+        axis.set_title(name, fontsize=11)
+        axis.tick_params(labelsize=10)
         axis.grid(alpha=0.3)
         if log:
             axis.set_xscale("log")
             readable(axis.xaxis)
+    figure.supxlabel(label, fontsize=11)
     return figure
 
 
@@ -212,8 +218,9 @@ def _short(size: float) -> str:
 
 
 def growth(rows: Sequence[Row]) -> Any:
-    """Every curve with its fitted line."""
+    """Every curve with its fitted line, and the exponent by count beside the fitted one."""
     fits = {(e.contender, e.metric): e for e in rows if e.unit == "fitted"}
+    expected = {(e.contender, e.metric): e.p50 for e in rows if e.unit == "expected"}
     if not fits:
         return None
     plt = _plots()
@@ -231,7 +238,9 @@ def growth(rows: Sequence[Row]) -> Any:
         line = [math.exp(middle[1] + fit.p50 * (math.log(size) - middle[0])) for size in x]
         low, high = [e.p50 - e.p20 for _, e in points], [e.p80 - e.p50 for _, e in points]
         axis.errorbar(x, y, yerr=[low, high], fmt="o", color=COLOURS[0], markersize=5)
-        axis.plot(x, line, color=COLOURS[3], linewidth=1, label=f"exponent {fit.p50:.2f}")
+        theory = expected.get((name, metric))
+        label = f"exponent {fit.p50:.2f}" + ("" if theory is None else f", by count {theory:g}")
+        axis.plot(x, line, color=COLOURS[3], linewidth=1, label=label)
         kind, _, against = what.partition(" against ")
         axis.set(xscale="log", yscale="log", xlabel=against)
         axis.set_ylabel("seconds" if kind == "time" else kind)

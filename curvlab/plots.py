@@ -298,10 +298,15 @@ def contest(
 
 
 def readable(axis: Any) -> None:
-    """Ticks of a logarithmic axis as plain numbers: 1, 2 and 5 of every decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    """Ticks of a logarithmic axis as plain numbers: 1, 2 and 5 of every decade.
 
-    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+    Call it when everything is drawn: an axis shorter than a decade gets ticks at equal distances.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    short = low > 0.0 and high < 8.0 * low
+    axis.set_major_locator(MaxNLocator(5) if short else LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
 
