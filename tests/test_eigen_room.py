@@ -9,6 +9,7 @@ from curvlab.eigen.request import request
 from curvlab.eigen.room import solve_bytes
 from curvlab.eigen.solver import Solver
 from curvlab.operators import FromFunction
+from curvlab.operators.products.sizing import LiveBytes
 from curvlab.rows import MappedFile
 
 N = 600
@@ -35,6 +36,27 @@ def test_rows_are_all_rows_certification_included(rows, certify):
     wanted = torch.tensor([9.0, 7.0, 7.0, -6.0] if certify else [9.0]).double()
     found = lanczos(diagonal(), 4, room=Room(rows=rows), certify=certify)
     assert torch.allclose(found.values[: len(wanted)], wanted, rtol=1e-4)
+
+
+def test_few_rows_that_held_the_search_are_freed_for_the_chain_that_certifies():
+    """A long vector meets a hidden eigenvector less: the chain needs more rows than the search."""
+    n = 200_000
+    values = torch.zeros(n)
+    values[:60] = torch.linspace(-1.3, 1.3, 60)  # so that eight rows do not do
+    values[60:65] = torch.tensor([3.0, -2.8, 2.5, 2.2, -2.0])
+    pairs = lanczos(diagonal(values), 5, tol=1e-2, room=Room(rows=24))
+    assert pairs.complete
+    assert torch.allclose(pairs.values, values[60:65].double(), rtol=1e-3)
+
+
+def test_a_result_is_made_without_a_copy_of_it():
+    n, k = 100_000, 5
+    vectors = torch.randn(k, n, generator=torch.Generator().manual_seed(0))
+    space = Products(diagonal(torch.ones(n)), None).space
+    with LiveBytes() as live:
+        space.canonical_signs_(vectors)
+    assert live.peak < vectors.nbytes / k
+    assert bool((vectors.gather(1, vectors.abs().argmax(1, keepdim=True)) > 0).all())
 
 
 def test_bytes_hold_rows_result_and_what_is_in_the_making():

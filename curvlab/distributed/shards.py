@@ -194,10 +194,9 @@ class Shards:
     def canonical_signs_(self, vectors: Tensor) -> Tensor:
         """Flip rows so that the element of largest magnitude in the whole vector is positive."""
         if vectors.numel():
-            local = vectors.gather(1, vectors.abs().argmax(dim=1, keepdim=True)).flatten()
-            largest = self.group.gather(local, "signs")  # (ranks, k)
-            owner = largest.abs().argmax(dim=0, keepdim=True)
-            vectors[largest.gather(0, owner).flatten() < 0] *= -1
+            ends = torch.stack([-vectors.amin(1), vectors.amax(1)])
+            below, above = self.group.gather(ends, "signs").amax(0)  # of (ranks, 2, k)
+            vectors *= torch.where(below > above, -1, 1).unsqueeze(1)
         return vectors
 
     def digest(self, rows: Tensor | None) -> str:

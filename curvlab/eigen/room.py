@@ -2,7 +2,7 @@
 
 The same arithmetic serves the solver, which refuses before it allocates, and ``curvlab plan``. A
 solve holds the rows of its search, a reserve for the chain that looks for hidden copies, the ``k``
-vectors that it returns with a copy of them, and a few vectors in the making.
+vectors that it returns and a few vectors in the making.
 """
 
 from dataclasses import dataclass
@@ -46,15 +46,15 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How many rows a search gets, and beyond those a chain that looks for hidden copies."""
+    """How many rows there are, how many a search may fill, and how many a chain after it gets.
+
+    Where memory is short they overlap: a search that has converged is compressed to make room.
+    """
 
     search: int
     reserve: int
+    total: int
     file: Path | None = None
-
-    @property
-    def total(self) -> int:
-        return self.search + self.reserve
 
 
 def usual_rows(k: int, n: int, block: int = 1) -> int:
@@ -74,7 +74,7 @@ def solve_bytes(rows: int, k: int, width: int, dtype: torch.dtype) -> int:
         rows: Of the search and the reserve together.
         width: Elements of a vector that are held here.
     """
-    return (rows + 2 * k + PASSING) * ops.padded(width) * (torch.finfo(dtype).bits // 8)
+    return (rows + k + PASSING) * ops.padded(width) * (torch.finfo(dtype).bits // 8)
 
 
 def quota(products: Products, k: int, block: int, room: Room, copies: bool) -> Quota:
@@ -85,9 +85,10 @@ def quota(products: Products, k: int, block: int, room: Room, copies: bool) -> Q
     total = room.rows
     vector = solve_bytes(1, 0, products.width, products.dtype) // (1 + PASSING)
     if room.bytes is not None:
-        total = room.bytes // vector - 2 * k - PASSING
+        total = room.bytes // vector - k - PASSING
     if total is None:
-        given = Quota(min(usual_rows(k, products.room, block), most), reserve, _path(room))
+        search = min(usual_rows(k, products.room, block), most)
+        given = Quota(search, reserve, search + reserve, _path(room))
     else:
         if total < least + least_reserve:
             asked = f"rows={room.rows}" if room.bytes is None else f"bytes={room.bytes}"
@@ -97,8 +98,9 @@ def quota(products: Products, k: int, block: int, room: Room, copies: bool) -> Q
                 f"({needed} bytes with the result). Ask for fewer pairs at a time with deflate=, "
                 "or keep the rows in a file: Room(file=...)"
             )
-        reserve = min(reserve, max(least_reserve, min(total // 4, total - least)))
-        given = Quota(min(total - reserve, most), reserve, _path(room))
+        reserve = min(reserve, max(least_reserve, min(total // 2, total - least)))
+        search = min(total - least_reserve, most)
+        given = Quota(search, reserve, min(total, search + reserve), _path(room))
     _require_memory(products, given, k, least + least_reserve)
     return given
 

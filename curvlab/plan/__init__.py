@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from curvlab.batches import read
-from curvlab.eigen.room import Room
+from curvlab.eigen.room import PASSING, Room
 from curvlab.operators import Curvature, Hessian, Objective
 from curvlab.operators.products.free import free_bytes
 from curvlab.operators.products.sizing import (
@@ -221,14 +221,13 @@ def scaled(
     vector = -(-unit.n * unit.element // ranks)
     solver = solver_rows(k, products, unit.n, vector, room) * vector if k else 0
     long = -(-unit.n // ranks) if unit.blocks else unit.n  # elements of a vector on a rank
-    vectors = vector_bytes(long, unit.element)
     data = int(unit.sample_bytes * own)
-    # the solver's rows are one piece of memory, which does not fragment
-    beside = available - LIBRARIES - solver
     given = default_budget(available) if budget is None else budget
     own_room = operator_room(given, data, unit.held, long, unit.element)
-    # the operator does not know of the solver's rows: where they need more, it must be told
-    left = min(own_room, operator_room(beside, data, unit.held, long, unit.element))
+    # The operator does not know of the solver's rows, which are one piece of memory and do not
+    # fragment: where they need more, it must be told. The vectors of its checks are gone by then.
+    beside = (available - LIBRARIES - solver) / FRAGMENTED - data - unit.held - 8 * long
+    left = min(own_room, beside) if k else own_room
     size, kept, chunks = _chunks(unit, own, left)
     working = max(0.0, unit.graph.peak(size) - unit.graph.kept(size))
     graph = int(kept * unit.graph.kept(size) + working)
@@ -243,9 +242,15 @@ def scaled(
     sent = traffic.product + communication(unit.n, rows, ranks, 8).orthogonalise
     talking = products * talking_seconds(sent, traffic.messages, ranks, bandwidth)
     seconds = setup + products * product + orthogonalise + talking
-    if not probed and not k:  # a vector, its image, and the sum of several chunks' images
-        vectors = long * (2 * unit.element + (8 if chunks > 1 else 0))
-    peak = int(FRAGMENTED * (unit.held + data + graph + vectors)) + solver + LIBRARIES
+    # A check, a search and a result are made one after the other; the graph's figure has a
+    # product's image in it, and several chunks' images are added in float64.
+    known, total = unit.held + data + graph, 8 * long if chunks > 1 else 0
+    moments = [
+        FRAGMENTED * (known + (vector_bytes(long, unit.element) if probed else 2 * vector + total)),
+        FRAGMENTED * (known + total) + solver - k * vector,
+        FRAGMENTED * (known - working) + solver - PASSING * vector,
+    ]
+    peak = int(max(moments[: 3 if k else 1])) + LIBRARIES
     told = None if left == own_room else int(given - FRAGMENTED * (own_room - left))
     most = _largest_k(unit, available, data, ranks, tol)
     found = memories(unit.n, tasks * k, max(1, available - unit.held), ranks)

@@ -34,9 +34,9 @@ def solver_rows(k: int, products: int, n: int, vector: int, room: Room = USUAL) 
     """
     rows = usual_rows(k, n) + RESERVE if room.rows is None else room.rows
     if room.bytes is not None:
-        rows = room.bytes // vector - 2 * k - PASSING
+        rows = room.bytes // vector - k - PASSING
     held = 0 if room.file is not None else max(0, min(rows, products + 2, n))
-    return held + 2 * k + PASSING
+    return held + k + PASSING
 
 
 @dataclass(frozen=True, slots=True)

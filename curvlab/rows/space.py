@@ -191,8 +191,8 @@ class Whole:
 
     def canonical_signs_(self, vectors: Tensor) -> Tensor:
         if vectors.numel():
-            largest = vectors.gather(1, vectors.abs().argmax(dim=1, keepdim=True)).flatten()
-            vectors *= torch.where(largest < 0, -1, 1).unsqueeze(1)  # no index: a GPU would wait
+            # no abs(), which is a copy of all rows; no index, for which a GPU would wait
+            vectors *= torch.where(-vectors.amin(1) > vectors.amax(1), -1, 1).unsqueeze(1)
         return vectors
 
     def digest(self, rows: Tensor | None) -> str:
