@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from curvlab.nets import mlp
 from curvlab.operators import GaussNewton, Hessian
-from curvlab.operators.problem import TRIED, Chunk
+from curvlab.operators.frozen import Chunk
+from curvlab.operators.problem import TRIED
 from curvlab.operators.products import mlp as engine
 from curvlab.operators.products import mlp_workspace
 from curvlab.operators.products.sizing import LiveBytes

@@ -15,27 +15,25 @@ may not in FSDP2 either.
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvlab.batches import digest, map_tensors, rows, sample_count, tensors
-from curvlab.distributed.group import current
 from curvlab.distributed.sharded_problem import ShardedProblem, whole
 from curvlab.operators.curvature import Curvature
+from curvlab.operators.frozen import Chunk
 from curvlab.operators.gauss_newton import GaussNewton
 from curvlab.operators.hessian import Hessian
-from curvlab.operators.objective import Loss, Objective, Reduction
-from curvlab.operators.policy import BAND, Mode, Precision, arithmetic, inner
-from curvlab.operators.problem import TRIED, Chunk, ChunkSize, Count
+from curvlab.operators.policy import BAND, arithmetic
+from curvlab.operators.problem import TRIED, ChunkSize
 from curvlab.operators.products import sizing
 from curvlab.operators.products.blocks import REMEDY
 from curvlab.operators.products.choose import Engine
 from curvlab.operators.products.free import free_bytes
 from curvlab.operators.verify import FEW
-from curvlab.parameters import Selection
 from curvlab.probe import Certificate, OperatorError, probe
 
 MEASURED = 4  # samples of the larger of two chunks whose memory is measured
@@ -52,47 +50,15 @@ class FullySharded(Curvature):
     """
 
     problem: ShardedProblem
+    problem_kind = ShardedProblem
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss | Objective | None,
-        data: Any,
-        *,
-        select: Selection = None,
-        mode: Mode | Sequence[Mode] | None = None,
-        reduction: Reduction | None = None,
-        count: Count | None = None,
-        chunk: ChunkSize = None,
-        dtype: torch.dtype | None = None,
-        precision: Precision = "exact",
-        budget: float | None = None,
-        engine: str = "auto",
-        check: bool = True,
-    ) -> None:
+    def _start(self, chunk: ChunkSize, budget: float | None, engine: str, check: bool) -> None:
         if engine not in ("auto", "blockwise"):
             raise ValueError(f"a model in shards is multiplied block by block; got {engine=}")
-        self.group = current()
-        with torch.inference_mode(False):
-            self.problem = ShardedProblem(
-                self.group,
-                model,
-                loss,
-                data,
-                select=select,
-                mode=mode,
-                reduction=reduction,
-                count=count,
-                whole_batches=chunk == "batch",
-                dtype=dtype,
-                precision=precision,
-            )
-            self._begin(model, chunk, budget, check)
-
-    def _begin(self, model: nn.Module, chunk: ChunkSize, budget: float | None, check: bool) -> None:
         problem = self.problem
         self.n, self.dtype, self.device = problem.whole_layout.n, problem.dtype, problem.device
         self.layout, self.vector_space = problem.whole_layout, problem.space
+        self.group = problem.group
         self.limit, self.products, self.plan = BAND[problem.precision], 0, None
         if self.needs_outputs:
             problem.terms.split(type(self).__name__)
@@ -101,7 +67,7 @@ class FullySharded(Curvature):
         if check:
             few = self._few()
             with arithmetic(self.device, problem.precision):
-                self._compare_gradients(model, few)
+                self._compare_gradients(few)
                 self.certificate = probe(self, limit=self.limit)
                 self.certificate.require()
                 self._compare_differences_in_shards(few)
@@ -234,7 +200,7 @@ class FullySharded(Curvature):
         few = problem.batches.first(None if problem.whole else min(FEW, problem.fewest))
         return Chunk(few, 1.0 / self.group.size, TRIED)
 
-    def _compare_gradients(self, model: nn.Module, few: Chunk) -> None:
+    def _compare_gradients(self, few: Chunk) -> None:
         """Raise unless a gradient in blocks is FSDP2's own, up to the factor it divides by."""
         problem, space = self.problem, self.vector_space
         if (
@@ -243,7 +209,7 @@ class FullySharded(Curvature):
             or any(module.training != flag for module, flag in problem.flags.items())
         ):
             return  # its gradient is of another function, or rounded on purpose
-        own = _own_gradient(model, problem, few)
+        own = _own_gradient(problem, few)
         with problem.in_blocks(second=False):
             value = problem.loss(few, problem.parameters)
             pieces = torch.autograd.grad(value, problem.parameters, allow_unused=True)
@@ -313,9 +279,9 @@ def _rounds(model: nn.Module) -> bool:
     return False
 
 
-def _own_gradient(model: nn.Module, problem: ShardedProblem, few: Chunk) -> Tensor:
+def _own_gradient(problem: ShardedProblem, few: Chunk) -> Tensor:
     """This rank's part of FSDP2's own gradient; the model's ``.grad`` stay as they were."""
-    named = dict(inner(model).named_parameters())
+    named = dict(problem.model.named_parameters())
     kept = {name: parameter.grad for name, parameter in named.items()}
     space, stop = problem.space, problem.space.start + problem.space.held
     batch = map_tensors(few.batch, torch.clone)
@@ -325,7 +291,7 @@ def _own_gradient(model: nn.Module, problem: ShardedProblem, few: Chunk) -> Tens
     try:
         for parameter in named.values():
             parameter.grad = None
-        value = problem.terms.whole(model, batch)
+        value = problem.terms.whole(problem.given, batch)
         value.backward()  # type: ignore[no-untyped-call]
         layout = problem.whole_layout
         for name, first, shape in zip(layout.names, layout.offsets, layout.shapes, strict=True):

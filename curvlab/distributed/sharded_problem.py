@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from curvlab.batches import map_tensors, rows, sample_count, tensors
 from curvlab.distributed.agreement import require_same
 from curvlab.distributed.divided import IN_SHARDS, Divided, Gathering, Placeholder, units
-from curvlab.distributed.group import Group
+from curvlab.distributed.group import current
 from curvlab.distributed.shards import Shards
+from curvlab.operators.frozen import Chunk, copied
 from curvlab.operators.objective import Reduction
-from curvlab.operators.policy import arithmetic, inner
-from curvlab.operators.problem import TRIED, Chunk, Problem
+from curvlab.operators.policy import inner
+from curvlab.operators.problem import Counted, Problem
 from curvlab.operators.products.blocks import recomputing
 from curvlab.operators.verify import FEW, require_finite_loss
 from curvlab.parameters import Selection, layout_of
-from curvlab.probe import OperatorError
 from curvlab.refusals import Refusal, Trap
 
 
@@ -34,24 +34,20 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach() if gather is None else gather()
 
 
-def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    keep = dtype is None or not tensor.is_floating_point()
-    return tensor.detach().to(tensor.dtype if keep else dtype, copy=True)
-
-
 class ShardedProblem(Problem):
     """A :class:`Problem` whose parameters are pieces of shards, and whose samples are a share.
 
     Attributes:
         whole_layout: Of the whole parameters; ``layout`` is that of this rank's pieces.
         space: How vectors are divided.
+        given: The model as it was given, with FSDP2's hooks.
     """
 
     _inner = staticmethod(inner)
 
-    def __init__(self, group: Group, *given: Any, **options: Any) -> None:
-        self.group = group
-        super().__init__(*given, **options)
+    def __init__(self, model: nn.Module, *given: Any, **options: Any) -> None:
+        self.group, self.given = current(), model
+        super().__init__(model, *given, **options)
 
     # -- parameters in shards ----------------------------------------------------------------------
 
@@ -76,7 +72,7 @@ class ShardedProblem(Problem):
         self.selected.pieces = self.parameters
         self.others = self._divided(others, dtype) if others else None
         self.fixed, self.narrow, self._frozen = {}, False, frozenset()
-        self.buffers = {f"model.{n}": _copy(b, dtype) for n, b in self.model.named_buffers()}
+        self.buffers = {f"model.{n}": copied(b, dtype) for n, b in self.model.named_buffers()}
         self._names = [f"model.{name}" for name in chosen]
 
     def _divided(self, parameters: dict[str, nn.Parameter], dtype: torch.dtype | None) -> Divided:
@@ -90,7 +86,7 @@ class ShardedProblem(Problem):
         ):
             flat = whole(parameter).reshape(-1)
             low, high = (min(max(x - first, 0), flat.numel()) for x in (space.start, stop))
-            piece = _copy(flat[low:high], dtype)
+            piece = copied(flat[low:high], dtype)
             pieces.append(piece)
             if piece.is_floating_point() and not bool(torch.isfinite(piece).all()):
                 unsound = name
@@ -211,41 +207,25 @@ class ShardedProblem(Problem):
             )
         return claimed
 
-    def cut(self, size: int | None) -> None:
+    def _agree(self, counted: list[Counted]) -> tuple[float, list[Counted]]:
         """As many chunks on every rank; one that has fewer computes some twice, with weight 0."""
-        pieces = self.batches.pieces(None if self.whole else size)
-        mean = self.reduction == "mean"
-        weighed = [(piece, self.count_of(piece) if mean else 1.0) for piece in pieces]
-        weighed = [(piece, count) for piece, count in weighed if count]
-        said = self.group.facts([math.fsum(c for _, c in weighed), len(weighed)], "chunks")
+        said = self.group.facts([math.fsum(c for _, c, _ in counted), len(counted)], "chunks")
         empty = [rank for rank, (_, number) in enumerate(said) if not number]
         if empty:
             raise ValueError(f"rank {empty[0]} has no samples that count: give every rank some")
-        self.normaliser = math.fsum(count for count, _ in said) if mean else 1.0
-        most = max(number for _, number in said)
-        weighed += [(weighed[0][0], 0.0)] * (most - len(weighed))
-        self.chunks = [
-            Chunk(piece, count / self.normaliser, number)
-            for number, (piece, count) in enumerate(weighed)
-        ]
-        with arithmetic(self.device, self.precision):
-            found = [self.value(chunk.batch, chunk.number) for chunk in self.chunks]
-        self.values = [v * chunk.weight for v, chunk in zip(found, self.chunks, strict=True)]
+        more = max(number for _, number in said) - len(counted)
+        again = [(counted[0][0], 0.0, counted[0][2])] * more
+        return math.fsum(count for count, _ in said), [*counted, *again]
+
+    def _losses(self, **_: bool) -> list[float]:
+        found = [self.value(chunk.batch, chunk.number) for chunk in self.chunks]
 
         def sound() -> None:
             for chunk, value in zip(self.chunks, found, strict=True):
                 require_finite_loss(chunk, value)
 
         self.group.together(sound, "the losses of the chunks")
+        return found
 
-    def check(self, chunk: Chunk, value: Tensor) -> None:
-        """Raise unless ``value``, the chunk's share of the loss, is what it was at the start."""
-        if chunk.number == TRIED or not self.values:
-            return
-        expected, now = self.values[chunk.number], float(value.detach())
-        if not abs(expected - now) <= 30 * self.tolerance * max(abs(expected), abs(now)):
-            raise OperatorError(
-                f"the loss of chunk {chunk.number} was {expected:.9g} when the operator was made "
-                f"and is {now:.9g} now: something outside the copied parameters, buffers and data "
-                "has changed. Make a new operator"
-            )
+    def _same(self, _chunk: Chunk, now: float, before: float) -> bool:
+        return abs(before - now) <= 30 * self.tolerance * max(abs(before), abs(now))

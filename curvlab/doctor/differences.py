@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from curvlab.doctor.report import Finding
+from curvlab.operators.frozen import Chunk
 from curvlab.operators.policy import arithmetic
-from curvlab.operators.problem import Chunk, Problem
+from curvlab.operators.problem import Problem
 from curvlab.operators.products.autograd import kept
 from curvlab.operators.verify import coarse
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.batches import digest, rows, sample_count, tensors
+from curvlab.operators.frozen import Chunk
 from curvlab.operators.objective import Loss, Objective, Reduction
 from curvlab.operators.operator import Operator
 from curvlab.operators.policy import BAND, Mode, Precision, arithmetic, fully_sharded, inner
-from curvlab.operators.problem import TRIED, Chunk, ChunkSize, Count, Problem
+from curvlab.operators.problem import TRIED, ChunkSize, Count, Problem
 from curvlab.operators.products import sizing
 from curvlab.operators.products.autograd import Product
 from curvlab.operators.products.choose import Engine, fastest
@@ -41,6 +42,7 @@ class Curvature(Operator):
 
     needs_outputs = False  # apart from the loss
     second = True  # whether second derivatives of the model are taken
+    problem_kind = Problem
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> "Curvature":
         """Of an FSDP2 model: the same curvature in shards, from a layer above this one."""
@@ -116,7 +118,7 @@ class Curvature(Operator):
         if budget is not None and not budget > 0:
             raise ValueError(f"budget= is a number of bytes; got {budget}")
         with torch.inference_mode(False):  # copies made in inference mode could not be used
-            self.problem = Problem(
+            self.problem = self.problem_kind(
                 model,
                 loss,
                 data,

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from curvlab.batches import sample_count
+from curvlab.operators.frozen import Chunk
 from curvlab.operators.gauss_newton import GaussNewton, Sandwich, slope
 from curvlab.operators.objective import Loss, Objective, Reduction
 from curvlab.operators.policy import Mode, Precision
-from curvlab.operators.problem import Chunk, ChunkSize, Count
+from curvlab.operators.problem import ChunkSize, Count
 from curvlab.operators.products.choose import Engine
 from curvlab.operators.products.sandwich import OutputCurvature
 from curvlab.parameters import Selection

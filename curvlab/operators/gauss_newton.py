@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from curvlab.operators.curvature import Curvature
-from curvlab.operators.problem import TRIED, Chunk
+from curvlab.operators.frozen import Chunk
+from curvlab.operators.problem import TRIED
 from curvlab.operators.products import sandwich
 from curvlab.operators.products.autograd import Product
 from curvlab.operators.products.choose import Engine

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from curvlab.operators.curvature import Curvature
 from curvlab.operators.dense_mlp import dense_hessian
+from curvlab.operators.frozen import Chunk
 from curvlab.operators.gauss_newton import slope
 from curvlab.operators.objective import require_scalar
-from curvlab.operators.problem import Chunk
 from curvlab.operators.products import autograd
 from curvlab.operators.products.autograd import Product
 from curvlab.operators.products.choose import Engine

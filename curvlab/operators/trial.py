@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from curvlab.batches import rows, sample_count
+from curvlab.operators.frozen import Chunk
 from curvlab.operators.policy import arithmetic
-from curvlab.operators.problem import TRIED, Chunk
+from curvlab.operators.problem import TRIED
 from curvlab.operators.products import sizing
 from curvlab.operators.products.autograd import Product
 from curvlab.operators.verify import MARGIN, require_finite_loss

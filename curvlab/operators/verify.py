@@ -16,7 +16,8 @@ from curvlab.probe import OperatorError
 from curvlab.refusals import Refusal, Trap
 
 if TYPE_CHECKING:
-    from curvlab.operators.problem import Chunk, Problem
+    from curvlab.operators.frozen import Chunk
+    from curvlab.operators.problem import Problem
 
 log = logging.getLogger("curvlab")
 

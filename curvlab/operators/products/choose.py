@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from curvlab.batches import sample_count, tensors
+from curvlab.operators.frozen import Chunk
 from curvlab.operators.policy import arithmetic
-from curvlab.operators.problem import Chunk, Problem
+from curvlab.operators.problem import Problem
 from curvlab.operators.products.autograd import Product
 
 log = logging.getLogger("curvlab")
