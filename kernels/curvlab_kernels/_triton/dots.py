@@ -89,11 +89,15 @@ def partial_coefficients(
     work: tl.dtype,
     squares: bool = False,
     unless: Unless | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """Stage one: ``(chunks, b, m)`` float64, for ``m >= 1`` and ``b >= 1``.
 
     With ``squares`` ``(chunks, b, m + 1)``, where the last is the sum of a vector's squares. With
-    ``unless`` the sums are zero where nothing is read.
+    ``unless`` the sums are zero where nothing is read, if somebody is to look at them there.
+
+    Args:
+        summed: Whether another launch adds them up even if they are few.
     """
     m, ld = rows.shape
     b, n = vectors.shape if vectors.ndim == 2 else (1, vectors.shape[0])
@@ -104,7 +108,8 @@ def partial_coefficients(
     chunks, tiles = chunking(n, chosen.columns, groups * vector_groups, chosen.warps, rows.device)
     width = m + 1 if squares else m
     stride, unit = row_stride(vectors)
-    empty = torch.empty if unless is None else torch.zeros
+    looked_at = unless is not None and (summed or chunks > FEW)
+    empty = torch.zeros if looked_at else torch.empty
     partials = empty(chunks, b, width, dtype=torch.float64, device=rows.device)
     launch(
         partials_kernel,

@@ -50,14 +50,17 @@ def project_once_(
     if m == 0 or vectors.numel() == 0:
         return vectors.new_zeros(shape, dtype=torch.float64), enough
     work = work_dtype(vectors, rows)
-    partials = partial_coefficients(rows, vectors, scales, work, squares=True, unless=unless)
-    weights, removed, products = finished(partials, factor)
+    summed = factor is not None
+    partials = partial_coefficients(rows, vectors, scales, work, True, unless, summed)
+    weights, removed, products = finished(partials, factor, unless)
     sums = None if weights is removed else removed
     subtract(rows, weights, vectors, scales, sums, unless, judge=(products, enough))
     return removed.view(shape), enough
 
 
-def finished(partials: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def finished(
+    partials: Tensor, factor: Tensor | None, unless: Unless | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """What stage two needs, from partial sums ``(chunks, b, m + 1)`` of products and squares.
 
     Returns:
@@ -66,7 +69,9 @@ def finished(partials: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor, T
     """
     chunks, b, width = partials.shape
     if factor is None and chunks <= FEW:
-        return partials, partials.new_zeros(b, width - 1), partials
+        empty = torch.empty if unless is None else torch.zeros
+        removed = empty(b, width - 1, dtype=partials.dtype, device=partials.device)
+        return partials, removed, partials
     products = sum_chunks(partials.view(chunks, -1)).view(b, width)
     removed = solve(factor, products[:, :-1]).contiguous()
     return removed, removed, products

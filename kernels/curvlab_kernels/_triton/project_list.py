@@ -74,8 +74,8 @@ def project_list_once_(
     unless: Unless | None = None,
 ) -> tuple[Tensor, Unless]:
     """One pass over the list, as ``project_once_`` is one over a vector."""
-    partials = list_partials(rows, scales, where, example, 1, 0.0, unless)
-    weights, removed, products = finished(partials, factor)
+    partials = list_partials(rows, scales, where, example, 1, 0.0, unless, factor is not None)
+    weights, removed, products = finished(partials, factor, unless)
     enough = undecided(1, INSIDE, rows.device)
     chosen = tile("sum short" if where.n <= SHORT else "sum", rows, work_dtype(example, rows))
     tiles = -(-where.n // chosen.columns)
@@ -122,6 +122,7 @@ def list_partials(
     lists: int,
     weight_decay: float,
     unless: Unless | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """Partial sums ``(chunks, 1, m + 1)`` of products and squares, as ``partial_coefficients``.
 
@@ -135,7 +136,8 @@ def list_partials(
     chosen = dot_tile(rows, where.n, "list", work)
     groups = -(-m // chosen.rows)
     chunks, tiles = chunking(where.n, chosen.columns, groups, chosen.warps, rows.device)
-    empty = torch.empty if unless is None else torch.zeros
+    looked_at = unless is not None and (summed or chunks > FEW)
+    empty = torch.zeros if looked_at else torch.empty
     partials = empty(chunks, 1, m + 1, dtype=torch.float64, device=rows.device)
     launch(
         list_partials_kernel,

@@ -104,7 +104,7 @@ class Step:
     def take(self, partials: Tensor, factor: Tensor | None, unless: Unless | None = None) -> Tensor:
         """One launch; returns the coefficients removed ``(m,)``."""
         rows, scales, where = self.rows, self.scales, self.where
-        weights, removed, products = finished(partials, factor)
+        weights, removed, products = finished(partials, factor, unless)
         chosen = tile("sum short" if where.n <= SHORT else "sum", rows, self.work)
         tiles = -(-where.n // chosen.columns)
         launch(

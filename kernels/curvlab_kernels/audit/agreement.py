@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels import _triton, reference
+from curvlab_kernels._triton.dots import partial_coefficients
 from curvlab_kernels._triton.project import project_once_
 from curvlab_kernels._triton.project_list import list_partials, project_list_once_
 from curvlab_kernels._triton.segments import segments
 from curvlab_kernels._triton.sgd_step import Step
+from curvlab_kernels._triton.sums import sum_chunks
+from curvlab_kernels._triton.tiles import work_dtype
 from curvlab_kernels.formats import LEVELS, padded, quantise
 
 # Largest error, relative to the norm of the vector for coefficients, to its largest element else.
@@ -79,6 +82,10 @@ def checks() -> Iterator[Check]:
     yield Check("inside-long", partial(inside, "vector", torch.float32, torch.float32, n=66049))
     for what in ("vector", "block", "list", "sgd"):
         yield Check(f"squares-{what}", partial(squares, what, 9, 1025, torch.float32))
+    for what in ("vector", "block", "list"):
+        for dtype in (torch.float32, torch.int8):
+            name = str(dtype).removeprefix("torch.")
+            yield Check(f"exact-{what}-{name}", partial(exact, what, 9, 1025, dtype))
     yield Check("lists-with-strides", strided)
     yield Check("sgd-plain", partial(sgd_step, 17, 1025, torch.float32, 0.0, 0.0))
     yield Check("sgd-decay", partial(sgd_step, 3, 65, torch.float32, 0.1, 0.0))
@@ -264,6 +271,35 @@ def squares(what: str, m: int, n: int, dtype: torch.dtype, device: torch.device)
     for actual, wanted in ((found.before, was), (found.after, left)):
         error = float((actual.cpu()[: len(wanted)] - wanted).abs().max() / was.max())
         assert error <= 1e-13, f"squares: relative error {error:.1e}"
+
+
+def exact(what: str, m: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Sums of whole numbers that no float rounds: not one bit may go astray in an exchange.
+
+    Rows of ones and minus ones; numbers as large as a float32 can add up, so that the lower half of
+    a float64 counts.
+    """
+    generator = torch.Generator().manual_seed(7)
+    signs = torch.randint(2, (m, padded(n)), generator=generator) * 2 - 1
+    rows, scales = signs.to(dtype).to(device), None
+    if dtype in LEVELS:
+        scales = torch.ones(m, -(-padded(n) // 64), device=device)
+    shape = (5, n) if what == "block" else (n,)
+    largest = 2**24 // -(-n // 16384) // (16 if scales is not None else 1)
+    whole = torch.randint(-largest, largest, shape, generator=generator)
+    vectors = whole.to(default_vectors(dtype)).to(device)
+    work = work_dtype(vectors, rows)
+    if what == "list":
+        cut = list(torch.split(vectors, [7, n - 7]))
+        partials = list_partials(rows, scales, segments(cut), cut[0], 1, 0.0)
+    else:
+        partials = partial_coefficients(rows, vectors, scales, work, squares=True)
+    block = whole.view(-1, n)
+    actual = sum_chunks(partials.view(len(partials), -1)).cpu().view(len(block), -1)
+    wanted = (block @ signs[:, :n].T).double()
+    assert torch.equal(actual[:, :-1], wanted), "sums of whole numbers are not exact"
+    for found, vector in zip(actual[:, -1], block, strict=True):
+        same_squares(found, vector.double(), "of whole numbers")
 
 
 def strided(device: torch.device) -> None:

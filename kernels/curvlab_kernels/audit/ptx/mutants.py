@@ -189,30 +189,34 @@ def subjects() -> dict[str, tuple[Check, ...]]:
     f32, f16, i8 = torch.float32, torch.float16, torch.int8
     project, project_list = agreement.project, agreement.project_list
     sgd_step, orthogonal = agreement.sgd_step, agreement_orthogonal
-    inside, squares = agreement.inside, agreement.squares
+    inside, squares, exact = agreement.inside, agreement.squares, agreement.exact
     return {
         "project float32": (
             partial(project, 17, 16001, f32),
             partial(project, 32, 4096, f32),
             partial(inside, "vector", f32, f32),
             partial(squares, "vector", 17, 16001, f32),
+            partial(exact, "vector", 17, 16001, f32),
             *(partial(project, m, n, f32) for m, n in _SMALL),
         ),
         "project int8": (
             partial(project, 17, 33001, i8),
             partial(project, 32, 8192, i8),
             partial(squares, "vector", 17, 33001, i8),
+            partial(exact, "vector", 17, 33001, i8),
             *(partial(project, m, n, i8) for m, n in _SMALL),
         ),
         "project long int8": (
             partial(project, 5, 66049, i8),
             partial(project, 8, 67584, i8),
             partial(squares, "vector", 5, 66049, i8),
+            partial(exact, "vector", 5, 66049, i8),
         ),
         "project block float16": (
             partial(project, 17, 5001, f16, count=5),
             partial(project, 32, 2048, f16, count=8),
             partial(squares, "block", 17, 5001, f16),
+            partial(exact, "block", 17, 5001, f16),
             *(partial(project, m, n, f16, count=4) for m, n in _SMALL),
         ),
         "project list float32": (
@@ -220,6 +224,7 @@ def subjects() -> dict[str, tuple[Check, ...]]:
             partial(project_list, 32, 4096, f32),
             partial(inside, "list", f32, f32),
             partial(squares, "list", 17, 16001, f32),
+            partial(exact, "list", 17, 16001, f32),
             *(partial(project_list, m, n, f32) for m, n in _SMALL),
         ),
         "SGD step int8": (
@@ -241,12 +246,14 @@ def subjects() -> dict[str, tuple[Check, ...]]:
         "Lanczos step float32": (
             partial(orthogonal.lanczos, 17, 5001, f32, 0.7),
             partial(orthogonal.deflated),
+            partial(exact, "vector", 17, 5001, f32),
             *(partial(orthogonal.lanczos, m + 2, n, f32, 0.7) for m, n in _SMALL),
         ),
         "block float32": (
             partial(orthogonal.block, 5, 3001, f32),
             partial(orthogonal.block, 5, 2048, f32),
             partial(squares, "block", 5, 3001, f32),
+            partial(exact, "block", 5, 3001, f32),
             *(partial(orthogonal.block, m, n, f32) for m, n in _SMALL[::5]),
         ),
         "norm float32": (partial(orthogonal.norms, f32),),
