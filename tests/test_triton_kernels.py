@@ -43,10 +43,18 @@ def interpret(names: list[str]) -> list[subprocess.Popen]:
     ]
 
 
-def check_names() -> list[str]:
+# Long vectors take long here. Of each kind of launch the one with the most branches is kept; the
+# compiled kernels are executed with all of them (``test_ptx_kernels.py``).
+KEPT = ("project-long-float32", "project-long-int8", "project-block-long-int8", "sgd-long-int8")
+KEPT += ("project-list-long-int8",)
+
+
+def check_names() -> list[object]:
     from curvlab_kernels.audit.agreement import checks
 
-    return [check.name for check in checks()] + list(EXTRA)
+    names = [check.name for check in checks()] + list(EXTRA)
+    slow = [name for name in names if "-long" in name and name not in KEPT]
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names]
 
 
 @pytest.fixture(scope="module")

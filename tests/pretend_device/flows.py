@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from curvlab_kernels.audit.ptx import executed
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvlab
 from curvlab import learners, metrics
@@ -33,6 +34,7 @@ from tests.small_problems import make_tasks, resnet, small, vit
 FLOWS = {}
 ARCHITECTURE = 90
 DEVICE = torch.device("cpu")  # the pretend one, once it is loaded
+KERNELS = []  # launches of Triton kernels in the flow under way
 
 
 def flow(function):
@@ -419,6 +421,54 @@ def protected_optimizer():
     return both(run) | {"steps": 2}
 
 
+class Calls(TorchDispatchMode):
+    """Counts operations that a GPU would launch; one on a list of tensors counts once."""
+
+    def __enter__(self):
+        self.count = -len(KERNELS)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.count += len(KERNELS)
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.count += not name.startswith(("empty", "new_empty", "detach", "lift_fresh", "slice"))
+        self.count -= name in ("view", "split_with_sizes", "select", "unsqueeze", "as_strided")
+        return function(*args, **(kwargs or {}))
+
+
+@flow
+def protected_optimizer_of_many_tensors():
+    """Launches of a step beyond the optimizer's own, with 150 tensors."""
+    extra, waits = [], 0
+
+    def run(device):
+        nonlocal waits
+        parameters = [torch.nn.Parameter(torch.ones(5, device=device)) for _ in range(150)]
+        for seed, parameter in enumerate(parameters):
+            parameter.grad = random(5, seed=seed).to(device)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+        optimizer.step()
+        with Calls() as alone:
+            optimizer.step()
+        basis = curvlab.Basis(750, 4, device=device)
+        basis.extend(random(2, 750).to(device))
+        curvlab.protect(optimizer, basis)
+        optimizer.step()
+        if device.type != "cpu":
+            pretend_device.reset()
+        with Calls() as protected:
+            optimizer.step()
+        if device.type != "cpu":
+            waits = sum(pretend_device.waits().values())
+        extra.append(protected.count - alone.count)
+        return [torch.cat([parameter.detach() for parameter in parameters])]
+
+    return both(run) | {"extra": extra[-1], "waits": waits}
+
+
 # Learners
 
 
@@ -546,7 +596,7 @@ def counts():
 
 
 def main(names):
-    global DEVICE
+    global DEVICE, KERNELS
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # which also fills torch.empty with NaN
     if os.environ.get("FLOWS_ON") == "cuda":
@@ -558,6 +608,7 @@ def main(names):
         pretend_device.treat_as_gpu()
         execution = executed(ARCHITECTURE, races=False)
     with execution as reports:
+        KERNELS = reports
         for name in names:
             reports.clear()
             pretend_device.reset()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels import _triton, reference
-from curvlab_kernels._triton.dots import partial_coefficients
+from curvlab_kernels._triton.dots import Unless, partial_coefficients
 from curvlab_kernels._triton.project import project_once_
 from curvlab_kernels._triton.project_list import list_partials, project_list_once_
 from curvlab_kernels._triton.segments import segments
@@ -256,6 +256,12 @@ def squares(what: str, m: int, n: int, dtype: torch.dtype, device: torch.device)
     after = before.to(device, copy=True)
     if what in ("vector", "block"):
         removed, found = project_once_(stored[0], after, None, stored[1])
+        left, again = reference.norm(after.cpu()).square().view(-1), after.clone()
+        ones = torch.ones_like(left, device=device)
+        lost = Unless(ones, 0 * ones, 0.5)  # as if a second pass were needed
+        _, second = project_once_(stored[0], again, None, stored[1], lost)
+        error = float((second.before.cpu()[: len(left)] / left - 1).abs().max())
+        assert error <= 1e-13, f"squares before the second pass: relative error {error:.1e}"
     elif what == "list":
         cut = list(torch.split(after, [7, n - 7]))
         removed, found = project_list_once_(*stored, segments(cut), None, cut[0])

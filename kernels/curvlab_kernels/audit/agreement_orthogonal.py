@@ -61,9 +61,11 @@ def passes(rows: Tensor, vector: Tensor, start: int) -> None:
     removed = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     removed[start:], before = coefficients_and_squares(rows[start:], vector)
     same_squares(before, vector, "before")
+    values = rows[:, : len(vector)].cpu().double()
+    first = values[start:] @ vector.cpu().double()
+    close(removed[start:], first, length, vector.dtype, "first coefficients")
     more, passed, rest = subtract_and_dot(rows, removed, start, vector)
     same_squares(passed, rest, "after the first pass")
-    values = rows[:, : len(vector)].cpu().double()
     exact = vector.cpu().double() - removed.cpu() @ values
     close(rest, exact, float(vector.abs().max()), vector.dtype, "rest")
     close(more, values @ rest.cpu().double(), length, vector.dtype, "second coefficients")
