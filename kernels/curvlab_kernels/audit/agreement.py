@@ -82,6 +82,8 @@ def checks() -> Iterator[Check]:
     yield Check("inside-long", partial(inside, "vector", torch.float32, torch.float32, n=66049))
     for what in ("vector", "block", "list", "sgd"):
         yield Check(f"squares-{what}", partial(squares, what, 9, 1025, torch.float32))
+    # Rows of a block that start on 16 elements are another kernel.
+    yield Check("squares-block-aligned", partial(squares, "block", 6, 528, torch.float32))
     for what in ("vector", "block", "list"):
         for dtype in (torch.float32, torch.int8):
             name = str(dtype).removeprefix("torch.")

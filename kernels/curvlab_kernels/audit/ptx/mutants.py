@@ -253,6 +253,7 @@ def subjects() -> dict[str, tuple[Check, ...]]:
             partial(orthogonal.block, 5, 3001, f32),
             partial(orthogonal.block, 5, 2048, f32),
             partial(squares, "block", 5, 3001, f32),
+            partial(squares, "block", 6, 528, f32),
             partial(exact, "block", 5, 3001, f32),
             partial(project, 5, 3001, f32, count=6),
             *(partial(orthogonal.block, m, n, f32) for m, n in _SMALL[::5]),
