@@ -113,7 +113,7 @@ class Plan:
         ]
         lines += [
             f"  M in {memory.dtype:<8}         {_bytes(memory.bytes)}   "
-            f"{'fits' if memory.fits else 'does not fit'}; {memory.rows_that_fit} rows would"
+            f"{'fits' if memory.fits else 'does not fit'}; room for {memory.rows_that_fit} rows"
             for memory in self.memories
         ]
         if self.ranks > 1:

@@ -3,7 +3,8 @@
 import copy
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ def hessian(model: nn.Module, loss: nn.Module, batches: Data) -> Product:
             if len(batches) == 1:  # whose graph it keeps
                 rows.append(_flat(multiply(computer.gradsH, computer.params, along)))
             else:
-                rows.append(_flat(computer.dataloader_hv_product(along)[1]))
+                with _quiet():
+                    rows.append(_flat(computer.dataloader_hv_product(along)[1]))
         return torch.stack(rows)
 
     return product
@@ -63,7 +65,8 @@ def eigenpairs(
 
         module.hessian_vector_product = counting
         try:
-            values, vectors = computer.eigenvalues(maxIter=int(iterations), top_n=k)
+            with _quiet():
+                values, vectors = computer.eigenvalues(maxIter=int(iterations), top_n=k)
         finally:
             module.hessian_vector_product = original
         rows = torch.stack([_flat(vector) for vector in vectors])
@@ -73,11 +76,18 @@ def eigenpairs(
 
 
 def _computer(model: nn.Module, loss: nn.Module, batches: Data) -> Any:
-    # it leaves gradients with a graph in the model, of which torch warns: give it one of its own
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    # it leaves gradients with a graph in the model: give it one of its own
+    with _quiet():
         given = {"data": batches[0]} if len(batches) == 1 else {"dataloader": batches}
         return PyHessian(copy.deepcopy(model), loss, cuda=False, **given)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning of the graph that PyHessian's gradients keep."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _flat(pieces: Any) -> Tensor:
