@@ -246,7 +246,7 @@ def scaled(
     # product's image in it, and several chunks' images are added in float64.
     known, total = unit.held + data + graph, 8 * long if chunks > 1 else 0
     moments = [
-        FRAGMENTED * (known + (vector_bytes(long, unit.element) if probed else 2 * vector + total)),
+        FRAGMENTED * (known + (vector_bytes(long, unit.element) if probed else vector + total)),
         FRAGMENTED * (known + total) + solver - k * vector,
         FRAGMENTED * (known - working) + solver - PASSING * vector,
     ]
