@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +39,13 @@ _NUMBERS = {
     "ragged": FINITE,
     "lost": FINITE,
 }
+_OVERLAPS = {
+    "budget": FINITE,
+    "clean": COUNT,
+    "gain": FINITE,
+    "squares": FINITE,
+    "late": FINITE,
+}
 _EDGE = {"point": FINITE, "side": int}
 _CHAIN = {
     "first": COUNT,
@@ -49,6 +57,7 @@ _CHAIN = {
 _FORM = {
     "asked": dict,
     "krylov": _NUMBERS,
+    "overlaps": _OVERLAPS,
     **dict.fromkeys(("products", "overhead", "draws", "finds", "next_look"), COUNT),
     "doubt": FINITE,
     "converged_at": (None, COUNT),
@@ -80,10 +89,12 @@ def write_checkpoint(
     others = {
         "coupling": krylov.coupling[: krylov.size, : krylov.multiplied],
         "aside coupling": krylov.aside_coupling,
+        "overlaps": torch.from_numpy(np.stack([krylov.overlaps.last, krylov.overlaps.before])),
     }
     facts = {
         "asked": asked,
         "krylov": {name: getattr(krylov, name) for name in _NUMBERS},
+        "overlaps": {name: getattr(krylov.overlaps, name) for name in _OVERLAPS},
         "products": solver.spent,
         "overhead": solver.products.count - solver.spent,
         "draws": solver.draws,
@@ -128,9 +139,14 @@ def _require_tensors(
         "aside": (rows.dtype, "aside", rows.width),
         "coupling": (torch.float64, "size", multiplied),
         "aside coupling": (torch.float64, "aside", rows.capacity),
+        "overlaps": (torch.float64, 2, "overlaps"),
     }
-    size = require_tensors(path, tensors, shapes)["size"]
+    sizes = require_tensors(path, tensors, shapes)
+    size = sizes["size"]
     good = multiplied <= size <= rows.capacity
+    # those of the last row with all before it, where the next step asks for them
+    asked = facts["krylov"]["chained"] and facts["overlaps"]["clean"] == 0
+    good = good and (not asked or sizes["overlaps"] == size - 1)
     if (chain := facts["chain"]) is not None:
         good = good and 0 < len(chain["edges"]) == len(chain["known"]) and chain["first"] <= size
         good = good and all(edge["side"] in (-1, 1) for edge in chain["edges"])
@@ -143,6 +159,9 @@ def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) 
     krylov = solver.krylov
     for name in _NUMBERS:
         setattr(krylov, name, facts["krylov"][name])
+    for name in _OVERLAPS:
+        setattr(krylov.overlaps, name, facts["overlaps"][name])
+    krylov.overlaps.last, krylov.overlaps.before = tensors["overlaps"].numpy()
     for index, row in enumerate(tensors["rows"]):
         krylov.rows.put(index, row)
     krylov.rows.admit(len(tensors["rows"]))

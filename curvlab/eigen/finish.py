@@ -10,6 +10,7 @@ vector itself.
 from collections.abc import Callable
 
 import torch
+from curvlab_kernels.block import gram
 from torch import Tensor
 
 from curvlab.eigen.noise import rounding
@@ -37,7 +38,10 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
         _spot_check(solver, ritz, k)
     values = ritz.values[:k]
     vectors = krylov.rows.combine(ritz.mixing[:, :k])
-    residuals = ritz.residuals[:k] + solver.loss
+    residuals = ritz.residuals[:k]
+    if krylov.overlaps.squares > 0.0:
+        vectors, residuals = _orthonormal(solver, ritz, vectors)
+    residuals = residuals + solver.loss
     if checks:
         asked = tolerances(values, request.tol, request.relative_to, krylov.norm)
         doubtful = (residuals > asked) & (ritz.residuals[:k] <= asked)
@@ -83,6 +87,21 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
         relative_to=request.relative_to,
         certificate=solver.certificate,
     )
+
+
+def _orthonormal(solver: Solver, ritz: Ritz, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest orthonormal vectors to what rows with overlaps were combined to; residuals.
+
+    They are ``U G^-1/2``, mixtures of the pairs: what comes from another pair brings its residual
+    and the difference of the values along.
+    """
+    k = len(vectors)
+    squares, turned = torch.linalg.eigh(solver.products.space.total(gram(vectors)).cpu())
+    mixing = (turned * squares.rsqrt()) @ turned.T
+    values = ritz.values[:k]
+    foreign = ((values[:, None] - values[None, :]) * mixing).norm(dim=0)
+    mixed = solver.krylov.rows.combine(ritz.mixing[:, :k] @ mixing)
+    return mixed, mixing.abs() @ ritz.residuals[:k] + foreign
 
 
 def _ties(values: Tensor, k: int, request: Request) -> int:
@@ -158,7 +177,8 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     both = torch.zeros(size, 2, dtype=torch.float64)  # the mixture, and its product as it is known
     both[:m, 0] = weights
     both[:, 1] = krylov.coupling[:size, :m] @ weights
-    mixed, expected = krylov.rows.combine(both, torch.float64)
+    used = int(both.any(1).nonzero().max()) + 1  # the oldest row's product is in the first two
+    mixed, expected = krylov.rows.combine(both[:used], torch.float64)
     for held, share in zip(krylov.aside, krylov.aside_coupling[:, :m] @ weights, strict=True):
         expected.add_(held, alpha=float(share))
     mixture = mixed.to(products.dtype)

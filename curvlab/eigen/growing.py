@@ -11,9 +11,12 @@ from curvlab.eigen.finish import eigenpairs
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import product_budget, request
 from curvlab.eigen.result import Eigenpairs
+from curvlab.eigen.room import Room
 from curvlab.eigen.run import iterate
 from curvlab.eigen.solver import Solver
 from curvlab.probe import Certificate
+
+FULL = Room(orthogonalise="full")  # what a smaller k allows to be lost, a larger one may not
 
 
 class Growing:
@@ -43,7 +46,7 @@ class Growing:
         most = self.products.spent + product_budget(None, k)
         asked = request(
             self.products, k, which=self.which, tol=self.tol, seed=self.seed, max_products=most,
-            certify=certify,
+            certify=certify, room=FULL,
         )  # fmt: skip
         asked = replace(
             asked, quota=request(self.products, k, which=self.which).quota

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import RelativeTo
-from curvlab.eigen.room import Quota, Room, quota
+from curvlab.eigen.room import Quota, Room, partial, quota
 from curvlab.eigen.selection import check_which
 from curvlab.probe import brought_near, far_exponent
 
@@ -72,6 +72,7 @@ class Request:
         quota: Rows of the search, and those that certification may take.
         block: Rows multiplied together.
         stride: Steps between two looks at the coefficients, where looking costs a transfer.
+        partial: Whether rows need not be orthogonal to all others (:mod:`curvlab.eigen.overlaps`).
     """
 
     k: int
@@ -84,6 +85,7 @@ class Request:
     quota: Quota
     block: int
     stride: int
+    partial: bool
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to belong to this solve."""
@@ -100,6 +102,7 @@ class Request:
             "reserve": self.quota.reserve,
             "block": self.block,
             "stride": self.stride,
+            "partial": self.partial,
         }
 
 
@@ -124,7 +127,8 @@ def request(
         raise TypeError(f"certify= is True, False or Certify(...); got {type(certify).__name__}")
     if not isinstance(room, Room | None):
         raise TypeError(f"room= is Room(rows=, bytes=, file=); got {type(room).__name__}")
-    given = quota(products, k, block, room or Room(), certify.copies)
+    room = room or Room()
+    given = quota(products, k, block, room, certify.copies)
     budget = product_budget(max_products, k)
     if max_products is None and given.search < products.room:
         # No more than the whole matrix takes; a basis of the whole space needs no limit for that.
@@ -140,6 +144,7 @@ def request(
         quota=given,
         block=block,
         stride=1 if products.device.type == "cpu" or block > 1 else 4,
+        partial=block == 1 and partial(products, room),
     )
 
 

@@ -25,6 +25,8 @@ from curvlab.eigen.selection import Edge, edges, order
 from curvlab.probe import Certificate, usual_limit
 
 NEAR = 8.0  # times tol that given rows may be off for Rayleigh-Ritz on them: trained MLPs
+FULL = 8  # rows that are orthogonal to all others in any case: they show what noise there is
+SHARE = 1 / 16  # of a tolerance that rows' overlaps may take: it enters :meth:`allowed` four times
 FASTEST = 4.0  # by which a product may bring the worst residual down; networks' Hessians show 2.5
 
 
@@ -105,7 +107,7 @@ class Solver:
             given = vectors.to(self.products.dtype)
             given = given / self.products.space.norm(given)[:, None].to(given.dtype)
             block, b = self.request.block, len(given)
-            if block == 1 and self.request.k <= b and 2 * b + 8 <= self._capacity():
+            if block == 1 and self.request.k <= b and 2 * b + 8 <= self.request.quota.search:
                 for row in given:
                     self._add(row)
                 self.krylov.lead(torch.ones(self.krylov.frontier, dtype=torch.float64))
@@ -190,8 +192,9 @@ class Solver:
             self.exhausted = True
             self._judge()
             return
-        if krylov.size + self.request.block > self._capacity():
+        if krylov.size + self.request.block > self.request.quota.search:
             self._compress(self._keep())
+            krylov.overlaps.budget = 0.0
         if self.request.block > 1:
             self._expand_block()
         else:
@@ -209,7 +212,7 @@ class Solver:
         krylov = self.krylov
         product = krylov.rows.row(krylov.size)
         self._multiply(krylov.rows.row(krylov.multiplied), product)
-        krylov.expand(product)
+        krylov.expand(product, self.products.error)
         if self.products.deflation is not None:
             self.products.project_out_(product)
 
@@ -233,7 +236,7 @@ class Solver:
 
     def _due(self) -> bool:
         """Whether this is a step at which the host looks at the coefficients."""
-        full = self.krylov.size + self.request.block > self._capacity()
+        full = self.krylov.size + self.request.block > self.request.quota.search
         out = self.products.spent >= self.request.max_products
         whole = self.krylov.multiplied >= self.products.room
         return full or out or whole or self.products.spent >= self.next_look
@@ -266,6 +269,7 @@ class Solver:
             float((residuals[~found] / allowed[~found]).max()) if self.found < request.k else 0.0
         )
         self._plan_look(worst)
+        krylov.overlaps.budget = self._budget(ritz.values[: request.k])
         if self.exhausted or krylov.multiplied >= self.products.room:
             self.doubt = 0.0
             self.finish(Outcome.CONVERGED, "converged: the basis spans the whole space")
@@ -280,6 +284,25 @@ class Solver:
                 self._begin_chain(ritz)
             elif self._out_of_patience():
                 self._give_up()
+
+    def _budget(self, values: Tensor) -> float:
+        """What a step may remove late from a row (:mod:`curvlab.eigen.overlaps`); 0: nothing.
+
+        Ritz values move outwards. Those on their own side of zero grow, and what they allow now
+        they allow later; of the others nothing is known yet. After a restart the rows are pairs
+        that have converged, and overlaps with those grow too fast.
+        """
+        request, krylov = self.request, self.krylov
+        if not request.partial or krylov.multiplied < FULL or krylov.restarts:
+            return 0.0
+        outwards = {"LM": values.abs(), "LA": values, "SA": -values}.get(request.which)
+        if outwards is None:  # both ends, the upper half first
+            outwards = values.clone()
+            outwards[(request.k + 1) // 2 :] *= -1.0
+        if request.relative_to == "value" and bool((outwards <= 0.0).any()):
+            return 0.0
+        asked = tolerances(values, request.tol, request.relative_to, krylov.norm)
+        return SHARE * float(asked.min())
 
     def _edges(self, ritz: Ritz) -> list[Edge]:
         krylov, k = self.krylov, self.request.k
@@ -306,6 +329,7 @@ class Solver:
         """Set the frontier aside and start a chain from a random row orthogonal to what is left."""
         krylov, k = self.krylov, self.request.k
         krylov.set_aside()
+        krylov.overlaps.budget = 0.0  # a chain is orthogonal to everything: hidden copies are, too
         most = krylov.capacity - self.request.quota.reserve - len(krylov.aside)
         if krylov.multiplied > most:
             self._compress(max(k, most))
@@ -383,10 +407,6 @@ class Solver:
             f"converged, but {more} more products could not exclude that an eigenvalue or a copy "
             "was missed",
         )
-
-    def _capacity(self) -> int:
-        # The search leaves the reserve to the chain, until a chain has found something.
-        return self.request.quota.search
 
     def _keep(self) -> int:
         k, basis = self.request.k, self.request.quota.search
