@@ -11,12 +11,9 @@ from curvlab.eigen.finish import eigenpairs
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import product_budget, request
 from curvlab.eigen.result import Eigenpairs
-from curvlab.eigen.room import Room
 from curvlab.eigen.run import iterate
 from curvlab.eigen.solver import Solver
 from curvlab.probe import Certificate
-
-FULL = Room(orthogonalise="full")  # what a smaller k allows to be lost, a larger one may not
 
 
 class Growing:
@@ -46,7 +43,7 @@ class Growing:
         most = self.products.spent + product_budget(None, k)
         asked = request(
             self.products, k, which=self.which, tol=self.tol, seed=self.seed, max_products=most,
-            certify=certify, room=FULL,
+            certify=certify,
         )  # fmt: skip
         asked = replace(
             asked, quota=request(self.products, k, which=self.which).quota

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import RelativeTo
-from curvlab.eigen.room import Quota, Room, partial, quota
+from curvlab.eigen.room import Quota, Room, quota
 from curvlab.eigen.selection import check_which
 from curvlab.probe import brought_near, far_exponent
 
@@ -144,7 +144,8 @@ def request(
         quota=given,
         block=block,
         stride=1 if products.device.type == "cpu" or block > 1 else 4,
-        partial=block == 1 and partial(products, room),
+        # On a GPU, to see whether a row needs more, each product would have to be waited for.
+        partial=room.orthogonalise == "partial" and block == 1 and products.device.type == "cpu",
     )
 
 

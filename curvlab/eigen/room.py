@@ -20,7 +20,6 @@ SMALL = 6  # times the usual rows a space without restarts may have
 WHOLE = 300  # dimensions up to which it has none in any case
 RESERVE = 32  # rows for a chain that looks for hidden copies
 LEAST_RESERVE = 8  # the same when memory is short
-LONG = 1 << 17  # elements of a float64 row from which reading fewer rows pays
 PASSING = 4  # vectors in the making: what is multiplied, its product, copies of them
 
 
@@ -37,20 +36,20 @@ class Room:
             ends, however it ends; what ``file`` itself holds is left as it is.
         orthogonalise: ``"full"``: every new row against all others. ``"partial"``: against the last
             two, and against all when the loss of orthogonality that this leaves would begin to show
-            in what was asked for (:mod:`curvlab.eigen.overlaps`). By default partial for long
-            float64 vectors on a CPU: float32 leaves so little room between rounding and tolerance
-            that hardly a row less is read. On a GPU and in blocks it is always full.
+            in what was asked for (:mod:`curvlab.eigen.overlaps`). It reads about half as many rows
+            in float64. In float32 there is so little room between rounding and tolerance that it
+            saves hardly any. On a GPU, in blocks and after a restart it is always full.
     """
 
     rows: int | None = None
     bytes: int | None = None
     file: str | Path | None = None
-    orthogonalise: Literal["full", "partial"] | None = None
+    orthogonalise: Literal["full", "partial"] = "full"
 
     def __post_init__(self) -> None:
-        if self.orthogonalise not in ("full", "partial", None):
+        if self.orthogonalise not in ("full", "partial"):
             raise ValueError(
-                f"Room(orthogonalise=) is 'full', 'partial' or None; got {self.orthogonalise!r}"
+                f"Room(orthogonalise=) is 'full' or 'partial'; got {self.orthogonalise!r}"
             )
         if self.rows is not None and self.bytes is not None:
             raise ValueError("give Room(rows=) or Room(bytes=), not both")
@@ -115,17 +114,6 @@ def quota(products: Products, k: int, block: int, room: Room, copies: bool) -> Q
         given = Quota(search, reserve, min(total, search + reserve), _path(room))
     _require_memory(products, given, k, least + least_reserve)
     return given
-
-
-def partial(products: Products, room: Room) -> bool:
-    """Whether rows are made orthogonal to all others only where that is needed.
-
-    On a GPU they always are: to see whether it is needed, each product would be waited for.
-    """
-    if products.device.type != "cpu" or room.orthogonalise == "full":
-        return False
-    long = products.width >= LONG and products.dtype == torch.float64
-    return room.orthogonalise == "partial" or long
 
 
 def _path(room: Room) -> Path | None:
