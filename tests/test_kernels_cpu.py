@@ -123,6 +123,33 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(n, dtype, momentum, decay,
         assert torch.equal(buffer, moved)
 
 
+@pytest.mark.parametrize(("m", "n"), [(3, 1003), (9, 18_010), (9, 200_003)])
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.05)])
+def test_a_list_has_the_bits_of_its_vector(m, n, momentum, decay, generator):
+    """However a model cuts its parameters, one of them strided; gradients are not changed."""
+    rows, _, _ = stored(m, n, torch.float32, generator)
+    values, slopes, buffer = (draw.clone() for draw in torch.randn(3, n, generator=generator))
+    sizes = [n // 2, 7, n // 3]
+    sizes += [n - sum(sizes)]
+
+    def cut(vector):
+        parts = [part.clone() for part in vector.split(sizes)]
+        parts[0] = torch.stack([parts[0], parts[0]], 1)[:, 0]  # every second number in memory
+        return parts
+
+    lists, buffers = (cut(values), cut(slopes)), [cut(buffer)] if momentum else []
+    hyper = 0.03, decay, momentum
+    _cpu.sgd_step_(rows, lists[0], lists[1], buffers[0] if momentum else [], *hyper)
+    assert torch.equal(torch.cat(lists[1]), slopes)
+    removed = _cpu.project_list_(rows, lists[1])
+    _cpu.sgd_step_(rows, [values], [slopes], [buffer] if momentum else [], *hyper)
+    assert torch.equal(torch.cat(lists[0]), values)
+    if momentum:
+        assert torch.equal(torch.cat(buffers[0]), buffer)
+    assert torch.equal(removed, _cpu.project_(rows, slopes))
+    assert torch.equal(torch.cat(lists[1]), slopes)
+
+
 def _project_in_child(queue, rows, vector):
     queue.put(_cpu.project_(rows, vector).tolist())
 

@@ -73,18 +73,16 @@ def test_mixing_replaces_rows_by_combinations_and_moves_the_others_up(make, dtyp
     assert rows.extend(draw(generator, 2, 333, dtype=dtype)).all()
 
 
-def test_rows_swapped_and_reserved_are_the_same_rows(make, generator):
+def test_rows_reserved_are_the_same_rows(make, generator):
     rows = make(333, 5, torch.float64)
     for _ in range(2):
         rows.extend(draw(generator, 2, 333))
     before = rows.rows()
     recorded = rows.gram.clone()
-    rows.swap(0, 3)
-    assert torch.equal(rows.rows(), before[[3, 1, 2, 0]])
     rows.reserve(40)
     assert rows.capacity == 40
     assert (rows.whole is not None) == rows.tier.resident
-    assert torch.equal(rows.rows(), before[[3, 1, 2, 0]])
+    assert torch.equal(rows.rows(), before)
     assert largest(rows.gram - recorded) <= 1e-13
 
 
@@ -112,7 +110,7 @@ def test_a_state_comes_back(dtype, generator):
 def test_rounded_rows_are_not_written_behind_their_gram_matrix(generator):
     rows = Rows(100, 9, dtype=torch.int8)
     rows.extend(draw(generator, 5, 100, dtype=torch.float32))
-    for call in (rows.admit, lambda: rows.swap(0, 1), lambda: rows.mix(torch.eye(5).double())):
+    for call in (rows.admit, lambda: rows.mix(torch.eye(5).double())):
         with pytest.raises(TypeError, match="added with extend"):
             call()
     assert rows.size == 5

@@ -37,18 +37,9 @@ def doctor(
     chunk: ChunkSize = None,
     dtype: torch.dtype | None = None,
 ) -> Report:
-    """Look for what would make curvature wrong or slow; arguments as for an operator.
+    """Look for what would make curvature wrong or slow; arguments as for :class:`curvlab.Hessian`.
 
-    Args:
-        model: Any module.
-        loss: As for :class:`curvlab.Hessian`.
-        data: As for :class:`curvlab.Hessian`; it is read twice.
-        select: As for :class:`curvlab.Hessian`.
-        mode: As for :class:`curvlab.Hessian`; what it settles is reported as handled.
-        reduction: As for :class:`curvlab.Hessian`.
-        count: As for :class:`curvlab.Hessian`.
-        chunk: As for :class:`curvlab.Hessian`.
-        dtype: As for :class:`curvlab.Hessian`; what it settles is reported as handled.
+    The data are read twice. What ``mode`` and ``dtype`` settle is reported as handled.
     """
     inner = unwrap(model)
     policies = modes(mode)

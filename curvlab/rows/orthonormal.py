@@ -116,15 +116,6 @@ class Rows(Projector):
             self._gram = spans.bordered(self, self._gram)
         return self._gram
 
-    def swap(self, first: int, second: int) -> None:
-        """Exchange two float rows."""
-        self._require_float()
-        if first != second:
-            held = self.row(first).clone()
-            self.put(first, self.row(second))
-            self.put(second, held)
-            self._forget(min(first, second))
-
     # Growing and shrinking
 
     def append(self, vector: Tensor) -> bool:
@@ -236,14 +227,16 @@ class Rows(Projector):
         In shards ``gradients_`` may be ``[shard]``, what ``Shards.sum_list`` made of each rank's
         own, and ``momenta`` is ``[shard]``; the parameters are whole.
         """
-        whole, given = self.whole, (*parameters, *gradients_, *momenta)
+        whole, good = self.store.whole, self._good
         # One flat tensor of each, as learners have them, goes straight to the kernel.
         if (
             whole is not None
             and len(parameters) == len(gradients_) == 1
             and len(momenta) == (momentum != 0.0)
-            and all(map(self._good, given))
-            and len({tensor.dtype for tensor in given}) == 1
+            and good(weight := parameters[0])
+            and good(slope := gradients_[0])
+            and weight.dtype is slope.dtype
+            and (not momenta or (good(momenta[0]) and momenta[0].dtype is slope.dtype))
         ):
             hyper = (float(lr), float(weight_decay), float(momentum))
             return self._sgd_step(

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from curvlab_kernels import ops
-from curvlab_kernels.algebra import solve
+from curvlab_kernels.algebra import mostly_removed, solve
 from curvlab_kernels.block import length_after, scale_
 from torch import Tensor
 
 if TYPE_CHECKING:
     from curvlab.rows.projector import Projector
 
-
-# Of a vector's norm. Where less is left of it, the rounding of what was removed is a large part of
-# that, and a second pass follows: twice is enough (Kahan, Parlett).
-ALMOST_INSIDE = 0.1
 FAR = 400  # binary exponent of a number whose squares, summed, may not be a float64
 
 
@@ -46,15 +42,12 @@ def project_out_(rows: "Projector", vectors: Tensor) -> Tensor:
     """See :meth:`Projector.project_out_`."""
     if rows.size == 0:
         return vectors.new_zeros((*vectors.shape[:-1], 0), dtype=torch.float64)
-    removed, inside, square = _project_once_(rows, vectors)
-    # |g|^2 - |c|^2 is what is left, known without another reading
-    if bool((square - inside < ALMOST_INSIDE**2 * square).any()):
-        removed += _project_once_(rows, vectors)[0]
-    return removed
+    removed, again = _project_once_(rows, vectors)
+    return removed + _project_once_(rows, vectors)[0] if again else removed
 
 
-def _project_once_(rows: "Projector", vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass: what was removed, its squared norm, and that of the vectors before."""
+def _project_once_(rows: "Projector", vectors: Tensor) -> tuple[Tensor, bool]:
+    """One pass: what was removed, and whether so much that another should follow."""
     square = ops.norm(vectors).square().unsqueeze(-1)
     if rows.factor is None and not rows.space.sharded:
         # Orthonormal pieces can be removed one after the other: each is fetched once.
@@ -63,12 +56,12 @@ def _project_once_(rows: "Projector", vectors: Tensor) -> tuple[Tensor, Tensor, 
             parts.append(ops.coefficients(piece, vectors))
             ops.apply_(piece, parts[-1], vectors)
         removed = torch.cat(parts, -1)
-        return removed, removed.square().sum(-1), square[..., 0]
+        return removed, mostly_removed(square[..., 0], removed, removed)
     both = rows.space.total(torch.cat([coefficients(rows, vectors), square], -1))
     found, square = both[..., :-1].contiguous(), both[..., -1]
     removed = solve(rows.factor, found)
     rows.subtract_(removed, vectors)
-    return removed, (removed * found).sum(-1), square
+    return removed, mostly_removed(square, found, removed)
 
 
 def orthonormalise_(rows: "Projector", vector: Tensor) -> tuple[Tensor, Tensor]:

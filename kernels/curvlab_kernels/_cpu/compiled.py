@@ -10,9 +10,9 @@ the stride is one), and eight rows at a time (as many streams as the processor p
 vector is loaded once for eight products). Where fewer rows are left, the last one stands in for
 the missing: it is in the cache, and what it adds is left out.
 
-A loop that threads share takes ``(rows, scales, weights, vector, sums, first, start, stop)``: it
-reads the columns ``first + start`` to ``first + stop`` of the rows, changes ``vector[start:stop]``
-and adds to ``sums``, float64. What a loop has no use for is ``None``. Those called ``..._alone`` do
+A loop that threads share takes ``(rows, scales, weights, vector, sums, start, stop)``: it reads the
+columns ``start`` to ``stop`` of the rows, changes ``vector[start:stop]`` and adds to ``sums``,
+float64. What a loop has no use for is ``None``. Those called ``..._alone`` do
 a whole operation: for a small model calls cost more than arithmetic. They release the interpreter
 lock and are started by :mod:`.path`; numba's own thread pool is not used, because two Python
 threads in it at once abort the process.
@@ -94,10 +94,8 @@ value: Any = intrinsic(_value)
 
 
 @inlined
-def _accumulate(
-    rows: Any, scales: Any, vector: Any, sums: Any, first: int, start: int, stop: int
-) -> None:
-    """``sums[:m] += M[:, first + start : first + stop] @ vector[start:stop]``.
+def _accumulate(rows: Any, scales: Any, vector: Any, sums: Any, start: int, stop: int) -> None:
+    """``sums[:m] += M[:, start:stop] @ vector[start:stop]``.
 
     ``scales`` is ``None`` where the dtype has none. Sums have the vector's dtype within a tile, or
     a block that shares a scale, and are float64 across tiles.
@@ -108,16 +106,16 @@ def _accumulate(
     zero = vector.dtype.type(0)
     for low in range(start, stop, TILE):
         high = min(low + TILE, stop)
-        part, left, right = vector[low:high], first + low, first + high
+        part = vector[low:high]
         for i in range(0, m, 8):
-            row0 = rows[i, left:right]
-            row1 = rows[min(i + 1, last), left:right]
-            row2 = rows[min(i + 2, last), left:right]
-            row3 = rows[min(i + 3, last), left:right]
-            row4 = rows[min(i + 4, last), left:right]
-            row5 = rows[min(i + 5, last), left:right]
-            row6 = rows[min(i + 6, last), left:right]
-            row7 = rows[min(i + 7, last), left:right]
+            row0 = rows[i, low:high]
+            row1 = rows[min(i + 1, last), low:high]
+            row2 = rows[min(i + 2, last), low:high]
+            row3 = rows[min(i + 3, last), low:high]
+            row4 = rows[min(i + 4, last), low:high]
+            row5 = rows[min(i + 5, last), low:high]
+            row6 = rows[min(i + 6, last), low:high]
+            row7 = rows[min(i + 7, last), low:high]
             sum0, sum1, sum2, sum3 = zero, zero, zero, zero
             sum4, sum5, sum6, sum7 = zero, zero, zero, zero
             # A tile is one piece, or, with scales, cut where the basis' blocks of columns end.
@@ -125,23 +123,14 @@ def _accumulate(
             while begin < part.shape[0]:
                 end = part.shape[0]
                 if scales is not None:
-                    end = min(begin + BLOCK - (left + begin) % BLOCK, end)
+                    end = min(begin + BLOCK - (low + begin) % BLOCK, end)
                 part0, part1, part2, part3 = zero, zero, zero, zero
                 part4, part5, part6, part7 = zero, zero, zero, zero
                 # A slice of each for the block: with an offset in the index it does not vectorise.
                 line = part[begin:end]
-                line0, line1, line2, line3 = (
-                    row0[begin:end],
-                    row1[begin:end],
-                    row2[begin:end],
-                    row3[begin:end],
-                )
-                line4, line5, line6, line7 = (
-                    row4[begin:end],
-                    row5[begin:end],
-                    row6[begin:end],
-                    row7[begin:end],
-                )
+                line0, line1, line2 = row0[begin:end], row1[begin:end], row2[begin:end]
+                line3, line4, line5 = row3[begin:end], row4[begin:end], row5[begin:end]
+                line6, line7 = row6[begin:end], row7[begin:end]
                 for j in range(line.shape[0]):
                     element = line[j]
                     part0 += value(line0[j]) * element
@@ -156,7 +145,7 @@ def _accumulate(
                     sum0, sum1, sum2, sum3 = part0, part1, part2, part3
                     sum4, sum5, sum6, sum7 = part4, part5, part6, part7
                 else:
-                    block = (left + begin) // BLOCK
+                    block = (low + begin) // BLOCK
                     sum0 += part0 * scales[i, block]
                     sum1 += part1 * scales[min(i + 1, last), block]
                     sum2 += part2 * scales[min(i + 2, last), block]
@@ -173,38 +162,38 @@ def _accumulate(
 
 
 @inlined
-def _subtract(
-    rows: Any, scales: Any, weights: Any, vector: Any, first: int, start: int, stop: int
-) -> None:
-    """``vector[start:stop] -= weights @ M[:, first + start : first + stop]``.
+def _subtract(rows: Any, scales: Any, weights: Any, vector: Any, start: int, stop: int) -> None:
+    """``vector[start:stop] -= weights @ M[:, start:stop]``.
 
     ``weights`` ``(m,)`` are rounded to the vector's dtype.
     """
     m = rows.shape[0]
     last = m - 1
     w = np.zeros(8, vector.dtype)
-    for low in range(start, stop, TILE):
+    # Backwards: the tiles that were read last for the products are still in a cache.
+    for tile in range((stop - start - 1) // TILE, -1, -1):
+        low = start + tile * TILE
         high = min(low + TILE, stop)
-        part, left, right = vector[low:high], first + low, first + high
+        part = vector[low:high]
         for i in range(0, m, 8):
             for k in range(8):
                 w[k] = weights[i + k] if i + k < m else 0.0
-            row0 = rows[i, left:right]
-            row1 = rows[min(i + 1, last), left:right]
-            row2 = rows[min(i + 2, last), left:right]
-            row3 = rows[min(i + 3, last), left:right]
-            row4 = rows[min(i + 4, last), left:right]
-            row5 = rows[min(i + 5, last), left:right]
-            row6 = rows[min(i + 6, last), left:right]
-            row7 = rows[min(i + 7, last), left:right]
+            row0 = rows[i, low:high]
+            row1 = rows[min(i + 1, last), low:high]
+            row2 = rows[min(i + 2, last), low:high]
+            row3 = rows[min(i + 3, last), low:high]
+            row4 = rows[min(i + 4, last), low:high]
+            row5 = rows[min(i + 5, last), low:high]
+            row6 = rows[min(i + 6, last), low:high]
+            row7 = rows[min(i + 7, last), low:high]
             begin = 0
             while begin < part.shape[0]:
                 end = part.shape[0]
                 w0, w1, w2, w3 = w[0], w[1], w[2], w[3]
                 w4, w5, w6, w7 = w[4], w[5], w[6], w[7]
                 if scales is not None:
-                    end = min(begin + BLOCK - (left + begin) % BLOCK, end)
-                    block = (left + begin) // BLOCK
+                    end = min(begin + BLOCK - (low + begin) % BLOCK, end)
+                    block = (low + begin) // BLOCK
                     w0 *= scales[i, block]
                     w1 *= scales[min(i + 1, last), block]
                     w2 *= scales[min(i + 2, last), block]
@@ -215,18 +204,9 @@ def _subtract(
                     w7 *= scales[min(i + 7, last), block]
                 # A slice of each for the block: with an offset in the index it does not vectorise.
                 line = part[begin:end]
-                line0, line1, line2, line3 = (
-                    row0[begin:end],
-                    row1[begin:end],
-                    row2[begin:end],
-                    row3[begin:end],
-                )
-                line4, line5, line6, line7 = (
-                    row4[begin:end],
-                    row5[begin:end],
-                    row6[begin:end],
-                    row7[begin:end],
-                )
+                line0, line1, line2 = row0[begin:end], row1[begin:end], row2[begin:end]
+                line3, line4, line5 = row3[begin:end], row4[begin:end], row5[begin:end]
+                line6, line7 = row6[begin:end], row7[begin:end]
                 for j in range(line.shape[0]):
                     upper = (value(line0[j]) * w0 + value(line1[j]) * w1) + (
                         value(line2[j]) * w2 + value(line3[j]) * w3
@@ -262,58 +242,54 @@ def _add_tile_square(vector: Any, sums: Any, at: int, start: int, stop: int) -> 
 
 @compiled
 def accumulate(
-    rows: Any, scales: Any, _w: Any, vector: Any, sums: Any, first: int, start: int, stop: int
+    rows: Any, scales: Any, _w: Any, vector: Any, sums: Any, start: int, stop: int
 ) -> None:
     """``sums[:m] += M g``, ``sums[m] += ||g||^2``."""
     for low in range(start, stop, TILE):
         high = min(low + TILE, stop)
-        _accumulate(rows, scales, vector, sums, first, low, high)
+        _accumulate(rows, scales, vector, sums, low, high)
         _add_tile_square(vector, sums, rows.shape[0], low, high)  # while it is in the cache
 
 
 @compiled
 def subtract(
-    rows: Any, scales: Any, weights: Any, vector: Any, _s: Any, first: int, start: int, stop: int
+    rows: Any, scales: Any, weights: Any, vector: Any, _s: Any, start: int, stop: int
 ) -> None:
     """``g -= M' c``."""
-    _subtract(rows, scales, weights, vector, first, start, stop)
+    _subtract(rows, scales, weights, vector, start, stop)
 
 
 @compiled
 def subtract_and_accumulate(
-    rows: Any, scales: Any, weights: Any, vector: Any, sums: Any, first: int, start: int, stop: int
+    rows: Any, scales: Any, weights: Any, vector: Any, sums: Any, start: int, stop: int
 ) -> None:
     """``g -= M' c``, then ``sums[:m] += M g``: the second finds the rows in the cache."""
     width = max(RESIDENT // rows.shape[0], 1024)
     for low in range(start, stop, width):
         high = min(low + width, stop)
-        _subtract(rows, scales, weights, vector, first, low, high)
-        _accumulate(rows, scales, vector, sums, first, low, high)
+        _subtract(rows, scales, weights, vector, low, high)
+        _accumulate(rows, scales, vector, sums, low, high)
 
 
 @compiled
 def subtract_and_square(
-    rows: Any, scales: Any, weights: Any, vector: Any, sums: Any, first: int, start: int, stop: int
+    rows: Any, scales: Any, weights: Any, vector: Any, sums: Any, start: int, stop: int
 ) -> None:
     """``g -= M' c``, then ``sums[0] += ||g||^2``, a tile after the other."""
     for low in range(start, stop, TILE):
         high = min(low + TILE, stop)
-        _subtract(rows, scales, weights, vector, first, low, high)
+        _subtract(rows, scales, weights, vector, low, high)
         sums[0] += _square(vector, low, high)
 
 
 @compiled
-def squares(
-    _r: Any, _c: Any, _w: Any, vector: Any, sums: Any, _f: int, start: int, stop: int
-) -> None:
+def squares(_r: Any, _c: Any, _w: Any, vector: Any, sums: Any, start: int, stop: int) -> None:
     """``sums[0] += ||g||^2``."""
     sums[0] += _square(vector, start, stop)
 
 
 @compiled
-def scale(
-    _r: Any, _c: Any, weights: Any, vector: Any, _s: Any, _f: int, start: int, stop: int
-) -> None:
+def scale(_r: Any, _c: Any, weights: Any, vector: Any, _s: Any, start: int, stop: int) -> None:
     """``g *= weights[0]``, float64 and not rounded to the vector's dtype before."""
     part = vector[start:stop]
     factor = weights[0]
@@ -334,9 +310,7 @@ def _along(rows: Any, vector: Any, sums: Any, start: int, stop: int) -> None:
 
 
 @compiled
-def along_last(
-    rows: Any, _c: Any, _w: Any, vector: Any, sums: Any, _f: int, start: int, stop: int
-) -> None:
+def along_last(rows: Any, _c: Any, _w: Any, vector: Any, sums: Any, start: int, stop: int) -> None:
     """``sums += (||g||^2, rows[-1] . g)``, every product and sum in float64."""
     _along(rows, vector, sums, start, stop)
 
@@ -351,12 +325,12 @@ def _recur(rows: Any, weights: Any, vector: Any, sums: Any, start: int, stop: in
         for j in range(part.shape[0]):
             part[j] -= beta * one[j] + alpha * other[j]
         sums[m] += _square(vector, low, high)
-        _accumulate(rows, None, vector, sums, 0, low, high)
+        _accumulate(rows, None, vector, sums, low, high)
 
 
 @compiled
 def recur_and_accumulate(
-    rows: Any, _c: Any, weights: Any, vector: Any, sums: Any, _f: int, start: int, stop: int
+    rows: Any, _c: Any, weights: Any, vector: Any, sums: Any, start: int, stop: int
 ) -> None:
     """``g -= beta rows[-2] + alpha rows[-1]``, then ``sums += (M g, ||g||^2)``.
 
@@ -382,7 +356,7 @@ def lanczos_step_alone(rows: Any, weights: Any, vector: Any, sums: Any, toleranc
     weights[1] = sums[m + 2]
     sums[m + 2] = weights[1]  # as the vector's dtype has it
     _recur(rows, weights, vector, sums, 0, n)
-    _subtract(rows, None, sums, vector, 0, 0, n)
+    _subtract(rows, None, sums, vector, 0, n)
     sums[m + 3] = _square(vector, 0, n)
     passed, before, after = sums[m], sums[m + 1], sums[m + 3]
     if after >= 0.5 * passed and after > tolerance * tolerance * before:

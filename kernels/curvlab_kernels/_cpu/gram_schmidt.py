@@ -23,7 +23,7 @@ def norm(vector: Tensor) -> Tensor:
     loops = choose(vector[:1], vector).loops if vector.dim() == 1 else None
     if loops is None:
         return block.norm(vector)
-    return spread(loops.squares, NOTHING, None, [(0, vector)], 1)[0].sqrt()
+    return spread(loops.squares, NOTHING, None, vector, 1)[0].sqrt()
 
 
 def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def lanczos_step_(
         removed[-2:] = torch.from_numpy(weights)
     removed += again
     if float(after) ** 2 < 0.5 * float(passed) ** 2:
-        removed += project_once_(rows, [(0, vector)], None, None)[0]
+        removed += project_once_(rows, vector)[0]
         after = norm(vector)
     beta = _normalise_(vector, before, after, m)
     return removed[-1], beta, removed
@@ -71,9 +71,7 @@ def lanczos_step_(
 
 def orthonormalise_block_(rows: Tensor, block: Tensor) -> Tensor:
     """See :func:`curvlab_kernels.reference.orthonormalise_block_`."""
-    return orthonormalise_with_(
-        lambda vectors: project_once_(rows, [(0, vectors)], None, None), block, rows.shape[0]
-    )
+    return orthonormalise_with_(lambda vectors: project_once_(rows, vectors), block, rows.shape[0])
 
 
 def _two_passes(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -81,11 +79,11 @@ def _two_passes(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     first = coefficients(rows, vector)
     loops = choose(rows, vector).loops
     if loops is None:
-        subtract(rows, None, first, [(0, vector)])
+        subtract(rows, None, first, vector)
         second = coefficients(rows, vector)
     else:
         second = spread(
-            loops.subtract_and_accumulate, arrays(rows), first.numpy(), [(0, vector)], len(first)
+            loops.subtract_and_accumulate, arrays(rows), first.numpy(), vector, len(first)
         )
     passed = norm(vector)
     return first, second, passed, _subtract(rows, second, vector)
@@ -99,17 +97,17 @@ def _recurrence(rows: Tensor, weights: np.ndarray, vector: Tensor) -> tuple[Tens
     Returns:
         The norm before, all rows' coefficients after, the norm after.
     """
-    loops, whole = choose(rows, vector).loops, [(0, vector)]
+    loops = choose(rows, vector).loops
     if loops is None:
         before = norm(vector)
-        subtract(rows[-2:-1], None, torch.from_numpy(weights[:1]).double(), whole)
-        weights[1] = float(project_once_(rows[-1:], whole, None, None)[0])
+        subtract(rows[-2:-1], None, torch.from_numpy(weights[:1]).double(), vector)
+        weights[1] = float(project_once_(rows[-1:], vector)[0])
         return before, coefficients(rows, vector), norm(vector)
     # The rows are orthogonal to rounding, and the second pass sees what that leaves: the last
     # row's coefficient may be taken before the other is removed, which saves writing the vector.
-    square, along = spread(loops.along_last, arrays(rows[-1:]), None, whole, 2)
+    square, along = spread(loops.along_last, arrays(rows[-1:]), None, vector, 2)
     weights[1] = float(along)
-    found = spread(loops.recur_and_accumulate, arrays(rows), weights, whole, len(rows) + 1)
+    found = spread(loops.recur_and_accumulate, arrays(rows), weights, vector, len(rows) + 1)
     return square.sqrt(), found[:-1], found[-1].sqrt()
 
 
@@ -117,11 +115,9 @@ def _subtract(rows: Tensor, weights: Tensor, vector: Tensor) -> Tensor:
     """``g -= M' c`` in place; the norm after it."""
     loops = choose(rows, vector).loops
     if loops is None:
-        subtract(rows, None, weights, [(0, vector)])
+        subtract(rows, None, weights, vector)
         return norm(vector)
-    return spread(loops.subtract_and_square, arrays(rows), weights.numpy(), [(0, vector)], 1)[
-        0
-    ].sqrt()
+    return spread(loops.subtract_and_square, arrays(rows), weights.numpy(), vector, 1)[0].sqrt()
 
 
 def _normalise_(vector: Tensor, before: Tensor, after: Tensor, m: int) -> Tensor:
@@ -131,5 +127,5 @@ def _normalise_(vector: Tensor, before: Tensor, after: Tensor, m: int) -> Tensor
         block.scale_(vector, length)
     else:
         factor = np.array([1.0 / float(length) if float(length) != 0.0 else 0.0])
-        spread(loops.scale, NOTHING, factor, [(0, vector)])
+        spread(loops.scale, NOTHING, factor, vector)
     return length

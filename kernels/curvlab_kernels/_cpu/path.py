@@ -8,7 +8,7 @@ threads as torch uses; a whole operation on one vector is a single call, by a te
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels._cpu import threads
-
-Piece = tuple[int, Tensor]  # the column at which it begins, and vectors (n,) or (b, n)
 
 TINY = 1 << 11  # elements of a vector up to which torch costs less than the call of a loop
 SHARED = 1 << 16  # products from which a second thread of a team pays
@@ -49,13 +47,10 @@ class Path:
     width: int = 0
 
 
-def choose(rows: Tensor, vectors: Tensor, n: int | None = None) -> Path:
-    """For ``m`` rows and ``vectors`` ``(n,)`` or ``(b, n)``, or a piece of a vector of length n."""
+def choose(rows: Tensor, vectors: Tensor) -> Path:
+    """For ``m`` rows and ``vectors`` ``(n,)`` or ``(b, n)``."""
     # A block of vectors reuses every converted element b times: a matrix product wins there.
-    if vectors.dim() > 1 or not vectors.is_contiguous():
-        n = 0
-    elif n is None:
-        n = vectors.shape[0]
+    n = vectors.shape[0] if vectors.dim() == 1 and vectors.is_contiguous() else 0
     return _choose(rows.dtype, rows.shape[0], vectors.dtype, n, torch.get_num_threads())
 
 
@@ -105,13 +100,10 @@ def spread(
     loop: Callable[..., None],
     stored: tuple[Any, Any],
     weights: np.ndarray | None,
-    pieces: Sequence[Piece],
+    vector: Tensor,
     sums: int = 0,
 ) -> Tensor:
-    """Run a loop of :mod:`.compiled` over pieces of one vector, on spans of columns.
-
-    A list of pieces is one long vector to the threads: they are started once, however many tensors
-    a model has.
+    """Run a loop of :mod:`.compiled` over a vector ``(n,)``, on spans of columns.
 
     Args:
         stored: What :func:`arrays` returned, or ``(None, None)``.
@@ -120,25 +112,15 @@ def spread(
     Returns:
         They, float64 ``(sums,)``: the spans' sums added in the order of the spans.
     """
-    base, columns = pieces[0][0], length(pieces)
-    items = [(first, piece.detach().numpy()) for first, piece in pieces]
-    rows = 1 if stored[0] is None else len(stored[0])
-    parts = threads.spans(columns, rows, torch.get_num_threads())
+    numbers, rows = vector.detach().numpy(), 1 if stored[0] is None else len(stored[0])
+    parts = threads.spans(len(numbers), rows, torch.get_num_threads())
     found = np.zeros((len(parts), sums))
 
     def work(index: int, start: int, stop: int) -> None:
-        for first, numbers in items:
-            low, high = max(start + base - first, 0), min(stop + base - first, len(numbers))
-            if low < high:
-                loop(*stored, weights, numbers, found[index], first, low, high)
+        loop(*stored, weights, numbers, found[index], start, stop)
 
     threads.run(work, parts)
     return torch.from_numpy(found[0] if len(parts) == 1 else found.sum(0))
-
-
-def length(pieces: Sequence[Piece]) -> int:
-    """Columns from the beginning of the first piece to the end of the last."""
-    return pieces[-1][0] + pieces[-1][1].shape[-1] - pieces[0][0]
 
 
 def arrays(rows: Tensor, scales: Tensor | None = None) -> tuple[np.ndarray, np.ndarray | None]:

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvlab_kernels._cpu.lists import flat, gathered, groups, scatter
+from curvlab_kernels._cpu.lists import gathered, parts
 from curvlab_kernels._cpu.path import choose
-from curvlab_kernels._cpu.products import project_pieces_
-from curvlab_kernels.formats import CHUNK
+from curvlab_kernels._cpu.products import project_
 
 
 def sgd_step_(
@@ -23,33 +22,26 @@ def sgd_step_(
     scales: Tensor | None = None,
 ) -> Tensor:
     """See :func:`curvlab_kernels.reference.sgd_step_`."""
-    if len(parameters) == 1 or sum([tensor.numel() for tensor in parameters]) <= CHUNK:
-        weight, slope = gathered(parameters, rows), gathered(gradients, rows)
+    if len(parameters) == 1 and parameters[0].is_contiguous():
+        slope = gathered(gradients, rows)
         path = choose(rows, slope)
-        if path.team is not None:
-            buffer = gathered(momenta, rows) if momenta else None
-            update = weight, slope, buffer, lr, weight_decay, momentum
-            removed: Tensor = path.team.run(
-                path, rows, scales, factor, torch.empty_like(slope), update
-            )
-            scatter(weight, parameters)
-            if buffer is not None:
-                scatter(buffer, momenta)
+        if path.team is not None and (not momenta or momenta[0].is_contiguous()):
+            update = parameters[0], momenta[0] if momenta else None, lr, weight_decay, momentum
+            removed: Tensor = path.team.run(path, rows, scales, factor, slope, update)
             return removed
-    lists = (parameters, gradients, momenta) if momenta else (parameters, gradients)
-    plan = groups(*lists)
-    weights = [flat(group, parameters) for group in plan]
-    steps = [
-        torch.add(flat(group, gradients), weight, alpha=weight_decay)
-        for group, weight in zip(plan, weights, strict=True)
-    ]
-    pieces = [(group.first, step) for group, step in zip(plan, steps, strict=True)]
-    removed_ = project_pieces_(rows, pieces, factor, scales)
-    for group, weight, step in zip(plan, weights, steps, strict=True):
-        moved = step
-        if momenta:
-            moved = flat(group, momenta).mul_(momentum).add_(step)
-            scatter(moved, momenta[group.members])
-        weight.sub_(moved, alpha=lr)
-        scatter(weight, parameters[group.members])
-    return removed_
+    if not parameters:
+        return torch.zeros(rows.shape[0], dtype=torch.float64)
+    changed, moved = list(parameters), list(gradients)
+    if weight_decay:
+        moved = list(torch._foreach_add(moved, changed, alpha=weight_decay))
+    step = gathered(moved, rows)
+    if not weight_decay and len(moved) == 1:  # a view of the gradient
+        step = step.clone()
+    removed = project_(rows, step, factor, scales)
+    moved = parts(step, changed)
+    if momenta:
+        torch._foreach_mul_(list(momenta), momentum)
+        torch._foreach_add_(list(momenta), moved)
+        moved = list(momenta)
+    torch._foreach_add_(changed, moved, alpha=-lr)
+    return removed

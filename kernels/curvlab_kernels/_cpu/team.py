@@ -75,25 +75,25 @@ def run(
     scales: Tensor | None,
     factor: Tensor | None,
     vector: Tensor,
-    update: tuple[Tensor, Tensor, Tensor | None, float, float, float] | None = None,
+    update: tuple[Tensor, Tensor | None, float, float, float] | None = None,
 ) -> Tensor:
     """``g -= M' G^-1 M g``, twice where little is left; returns what was removed, float64.
 
     Args:
-        vector: ``(n,)``, contiguous; with ``update``, room for the step.
+        vector: ``(n,)``, contiguous.
         path: Of :func:`.path.choose`. Orthonormal rows may be taken some at once: few short ones
             stay in the cache between the two products, and each is read from memory once.
-        update: Parameters, gradients and momenta ``(n,)``, lr, weight decay and momentum: the
-            vector is then ``g + wd p``, and the step is taken.
+        update: Parameters and momenta ``(n,)``, lr, weight decay and momentum: ``g + wd p`` is
+            projected, elsewhere, and the step is taken; the vector stays as it is.
     """
     m, ld = rows.shape
-    removed = torch.zeros(m, dtype=torch.float64)
+    removed = torch.empty(m, dtype=torch.float64)
     factor = None if factor is None else factor.contiguous()
-    pointers, hyper = (0, 0, 0), (0.0, 0.0, 0.0)
+    pointers, hyper = (0, 0), (0.0, 0.0, 0.0)
     if update is not None:
-        parameters, gradients, momenta = update[:3]
-        last = 0 if momenta is None else momenta.data_ptr()
-        pointers, hyper = (parameters.data_ptr(), gradients.data_ptr(), last), update[3:]
+        parameters, momenta = update[:2]
+        pointers = parameters.data_ptr(), 0 if momenta is None else momenta.data_ptr()
+        hyper = update[2:]
     start(
         *openmp(),
         _region(rows.dtype, vector.dtype).address,
@@ -122,22 +122,25 @@ def _region(stored: torch.dtype, working: torch.dtype) -> Any:
 @compiled
 def start(
     parallel: int, size: int, number: int, meet: int, region: int, rows: int, scales: int,
-    factor: int, vector: int, removed: int, parameters: int, gradients: int, momenta: int,
+    factor: int, vector: int, removed: int, parameters: int, momenta: int,
     m: int, ld: int, n: int, threads: int, at_once: int, width: int,
     lr: float, weight_decay: float, momentum: float,
 ) -> int:  # fmt: skip
     """Hand the arguments to every thread of the team; see :func:`_compile` for their order."""
     sums, hyper = np.zeros((-(-n // width), m + 1)), np.array([lr, weight_decay, momentum])
+    step = np.empty(n if parameters else 0)  # room for either dtype
     words = np.array([
-        size, number, meet, rows, scales, factor, vector, removed, parameters, gradients, momenta,
+        size, number, meet, rows, scales, factor, vector, removed, parameters, vector, momenta,
         m, ld, n, at_once, width, 0, 0, parallel * (threads > 1),
     ])  # fmt: skip
+    if parameters:
+        words[6] = step.ctypes.data
     words[16], words[17] = sums.ctypes.data, hyper.ctypes.data
     if words[18]:
         _fork(parallel, region, words.ctypes.data, threads)
     else:
         _call(region, words.ctypes.data)
-    return sums.size + hyper.size + words.size  # alive up to here
+    return sums.size + hyper.size + step.size + words.size  # alive up to here
 
 
 def _compile(stored: Any, working: Any, stamp: str) -> Any:
@@ -169,7 +172,8 @@ def _work(words: Any, rows: Any, scales: Any, vector: Any) -> None:
     if words[18]:
         team, me = _ask(words[0]), _ask(words[1])
     parts = -(-n // width)
-    first, last = me * parts // team, (me + 1) * parts // team
+    # The fewer parts go to the other threads: the vector was written by the first.
+    first, last = (team - 1 - me) * parts // team, (team - me) * parts // team
     low, high = first * width, min(last * width, n)
     factor = carray(_pointer(words[5]), (m, m), np.float64)
     removed = carray(_pointer(words[7]), (m,), np.float64)
@@ -184,7 +188,7 @@ def _work(words: Any, rows: Any, scales: Any, vector: Any) -> None:
         for j in range(step.shape[0]):
             step[j] = slopes[j] + decay * weights[j]
     found = np.zeros(m + 1)
-    for _ in range(2):
+    for turn in range(2):
         found[:] = 0.0
         left = 0.0
         for i in range(0, m, at_once):
@@ -194,7 +198,7 @@ def _work(words: Any, rows: Any, scales: Any, vector: Any) -> None:
                 end = min((p + 1) * width, n)
                 for at in range(p * width, end, TILE):
                     stop = min(at + TILE, end)
-                    _accumulate(some, shares, vector, sums[p, i:j], 0, at, stop)
+                    _accumulate(some, shares, vector, sums[p, i:j], at, stop)
                     if i == 0:  # while the tile is in the cache
                         _add_tile_square(vector, sums[p], m, at, stop)
             if words[18]:
@@ -208,11 +212,11 @@ def _work(words: Any, rows: Any, scales: Any, vector: Any) -> None:
             products = found[i:j].copy()
             if words[5]:
                 _solve(factor, found[i:j])
-            _subtract(some, shares, found[i:j], vector, 0, low, high)
+            _subtract(some, shares, found[i:j], vector, low, high)
             for k in range(j - i):
                 left -= products[k] * found[i + k]
                 if me == 0:
-                    removed[i + k] += found[i + k]
+                    removed[i + k] = found[i + k] + (removed[i + k] if turn else 0.0)
         # Again where little of the vector is left: rounding then has a large share of it.
         if left >= INSIDE * found[m]:
             break
@@ -242,12 +246,10 @@ def _solve(factor: Any, found: Any) -> None:
         for k in range(i):
             rest -= factor[i, k] * found[k]
         found[i] = rest / factor[i, i]
-    for back in range(m):
-        i = m - 1 - back
-        rest = found[i]
-        for k in range(i + 1, m):
-            rest -= factor[k, i] * found[k]
-        found[i] = rest / factor[i, i]
+    for i in range(m - 1, -1, -1):  # along rows again: columns lie a row apart in memory
+        found[i] /= factor[i, i]
+        for k in range(i):
+            found[k] -= factor[i, k] * found[i]
 
 
 def _pointer_to(_context: Any, _address: Any) -> Any:
