@@ -54,11 +54,13 @@ def termination_raises() -> Iterator[None]:
 @contextmanager
 def _taken(handler: Handler, *numbers: int) -> Iterator[None]:
     main = threading.current_thread() is threading.main_thread()
-    taken = [n for n in numbers if main and signal.getsignal(n) is _USUAL[n]]
+    # Signals that an outer one of these contexts has taken are taken in turn.
+    before = {n: signal.getsignal(n) for n in numbers if main}
+    free = {n: was for n, was in before.items() if was in (_USUAL[n], signal.default_int_handler)}
     try:
-        for number in taken:
+        for number in free:
             signal.signal(number, handler)
         yield
     finally:
-        for number in taken:
-            signal.signal(number, _USUAL[number])
+        for number, was in free.items():
+            signal.signal(number, was)

@@ -15,6 +15,7 @@ from curvlab.eigen import (
     Density,
     Eigenpairs,
     Estimate,
+    SpectralEnergy,
     diagonal,
     lanczos,
     power_iteration,
@@ -34,6 +35,10 @@ COMPUTATIONS = {
     "power by value": lambda operator, **keep: power_iteration(operator, 3, stop="value", **keep),
     "solve": lambda operator, **keep: solve(
         operator, torch.ones(operator.n, dtype=operator.dtype), damping=2.0, tol=1e-6, **keep
+    ),
+    # 16 pairs do not suffice, so there are several attempts
+    "energy": lambda operator, **keep: spectral_energy(
+        operator, 1e-4, probes=12, dense=False, **keep
     ),
 }
 every = pytest.mark.parametrize("compute", COMPUTATIONS.values(), ids=COMPUTATIONS)
@@ -87,6 +92,9 @@ def tensors(result):
         return [result.values, result.vectors, result.residuals]
     if isinstance(result, Solution):
         return [result.x, torch.tensor(result.residual)]
+    if isinstance(result, SpectralEnergy):
+        numbers = [result.k, result.least, result.most, result.share, result.total.value]
+        return [torch.tensor(numbers, dtype=torch.float64), *tensors(result.pairs)]
     if isinstance(result, Estimate):
         return [torch.tensor([result.value, result.error], dtype=torch.float64)]
     return list(result)

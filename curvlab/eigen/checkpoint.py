@@ -7,6 +7,7 @@ that a file is not resumed with other options, and what is known of the operator
 (:mod:`curvlab.eigen.identity`), so that it is not resumed for another one.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.result import CERTIFICATE, certificate_facts, certificate_from
 from curvlab.eigen.selection import Edge
 from curvlab.eigen.solver import Solver
+from curvlab.eigen.work import State
 from curvlab.manifest import COUNT, FINITE, Shape, require_facts, require_tensors
 from curvlab.rows.space import previous
 from curvlab.storage import StorageError
 
-__all__ = ["previous", "read_checkpoint", "write_checkpoint"]
+__all__ = ["previous", "read_checkpoint", "restore", "state_of", "write_checkpoint"]
 
 KIND = "lanczos checkpoint"
 _NUMBERS = {
@@ -54,17 +56,24 @@ _CHAIN = {
     "alphas": [FINITE],
     "betas": [FINITE],
 }
-_FORM = {
-    "asked": dict,
-    "krylov": _NUMBERS,
-    "overlaps": _OVERLAPS,
-    **dict.fromkeys(("products", "overhead", "draws", "finds", "next_look"), COUNT),
+_PLAIN = {
+    **dict.fromkeys(("draws", "finds", "next_look"), COUNT),
     "doubt": FINITE,
     "converged_at": (None, COUNT),
     "exhausted": bool,
-    "outcome": (None, frozenset(Outcome.__members__)),
     "reason": str,
+}
+_STATE = {
+    "krylov": _NUMBERS,
+    "overlaps": _OVERLAPS,
+    **_PLAIN,
+    "outcome": (None, frozenset(Outcome.__members__)),
     "chain": (None, _CHAIN),
+}
+_FORM = {
+    "asked": dict,
+    "products": COUNT,
+    "overhead": COUNT,
     "certificate": (None, CERTIFICATE),
     "seconds": FINITE,
 }
@@ -83,6 +92,39 @@ def write_checkpoint(
         asked: What identifies the solve; compared on resuming.
         seconds: Time spent so far.
     """
+    state = state_of(solver)
+    facts = {
+        "asked": asked,
+        **state.facts,
+        "products": solver.spent,
+        "overhead": solver.products.count - solver.spent,
+        "certificate": certificate_facts(solver.certificate),
+        "seconds": seconds,
+    }
+    solver.products.space.save(Path(path), KIND, state.rows, state.others, facts)
+
+
+def read_checkpoint(path: str | Path, solver: Solver, *, asked: dict[str, Any]) -> float:
+    """Put a saved state into a fresh ``solver``.
+
+    Returns:
+        The seconds spent before.
+    """
+    tensors, facts = solver.products.space.load(Path(path), KIND)
+    require_facts(path, facts, _FORM)
+    solver.certificate = certificate_from(facts["certificate"])
+    if solver.certificate is not None:
+        solver.products.trust(solver.certificate)
+    rounding = max(solver.products.eps, solver.products.error)
+    require_same(path, "solve", facts["asked"], asked, rounding)
+    restore(path, solver, tensors, facts)
+    solver.products.resume(facts["products"], facts["overhead"])
+    solver.spent = facts["products"]
+    return float(facts["seconds"])
+
+
+def state_of(solver: Solver) -> State:
+    """What a solver has between two steps, as a file keeps it."""
     krylov = solver.krylov
     krylov.settle()
     rows = {"rows": krylov.rows.rows(), "aside": krylov.aside}
@@ -92,46 +134,17 @@ def write_checkpoint(
         "overlaps": torch.from_numpy(np.stack([krylov.overlaps.last, krylov.overlaps.before])),
     }
     facts = {
-        "asked": asked,
         "krylov": {name: getattr(krylov, name) for name in _NUMBERS},
         "overlaps": {name: getattr(krylov.overlaps, name) for name in _OVERLAPS},
-        "products": solver.spent,
-        "overhead": solver.products.count - solver.spent,
-        "draws": solver.draws,
-        "finds": solver.finds,
-        "doubt": solver.doubt,
-        "converged_at": solver.converged_at,
-        "exhausted": solver.exhausted,
+        **{name: getattr(solver, name) for name in _PLAIN},
         "outcome": None if solver.outcome is None else solver.outcome.name,
-        "reason": solver.reason,
-        "next_look": solver.next_look,
         "chain": None if solver.chain is None else asdict(solver.chain),
-        "certificate": certificate_facts(solver.certificate),
-        "seconds": seconds,
     }
-    krylov.rows.space.save(Path(path), KIND, rows, others, facts)
-
-
-def read_checkpoint(path: str | Path, solver: Solver, *, asked: dict[str, Any]) -> float:
-    """Put a saved state into a fresh ``solver``.
-
-    Returns:
-        The seconds spent before.
-    """
-    tensors, facts = solver.krylov.rows.space.load(Path(path), KIND)
-    require_facts(path, facts, _FORM)
-    solver.certificate = certificate_from(facts["certificate"])
-    if solver.certificate is not None:
-        solver.products.trust(solver.certificate)
-    rounding = max(solver.products.eps, solver.products.error)
-    require_same(path, "solve", facts["asked"], asked, rounding)
-    _require_tensors(path, solver, tensors, facts)
-    _restore(solver, tensors, facts)
-    return float(facts["seconds"])
+    return State(rows, others, facts, solver.spent)
 
 
 def _require_tensors(
-    path: str | Path, solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]
+    path: str | Path, solver: Solver, tensors: Mapping[str, Tensor], facts: dict[str, Any]
 ) -> None:
     rows, multiplied = solver.krylov.rows, facts["krylov"]["multiplied"]
     shapes: dict[str, Shape] = {
@@ -155,7 +168,17 @@ def _require_tensors(
         raise StorageError(f"{path} is damaged: its figures contradict each other")
 
 
-def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+def restore(
+    path: str | Path, solver: Solver, tensors: Mapping[str, Tensor], facts: dict[str, Any]
+) -> None:
+    """Put what :func:`state_of` returned into a fresh ``solver``; products are not counted here.
+
+    Args:
+        path: Where it comes from, for errors.
+        tensors: Long and small ones.
+    """
+    require_facts(path, facts, _STATE)
+    _require_tensors(path, solver, tensors, facts)
     krylov = solver.krylov
     for name in _NUMBERS:
         setattr(krylov, name, facts["krylov"][name])
@@ -168,16 +191,9 @@ def _restore(solver: Solver, tensors: dict[str, Tensor], facts: dict[str, Any]) 
     krylov.coupling[: krylov.size, : krylov.multiplied] = tensors["coupling"]
     krylov.aside = tensors["aside"].to(krylov.rows.device)
     krylov.aside_coupling = tensors["aside coupling"]
-    solver.products.resume(facts["products"], facts["overhead"])
-    solver.spent = facts["products"]
-    solver.draws = facts["draws"]
-    solver.finds = facts["finds"]
-    solver.doubt = facts["doubt"]
-    solver.converged_at = facts["converged_at"]
-    solver.exhausted = facts["exhausted"]
+    for name in _PLAIN:
+        setattr(solver, name, facts[name])
     solver.outcome = None if facts["outcome"] is None else Outcome[facts["outcome"]]
-    solver.reason = facts["reason"]
-    solver.next_look = facts["next_look"]
     if facts["chain"] is not None:
         chain = {name: facts["chain"][name] for name in _CHAIN}
         chain["edges"] = [Edge(edge["point"], edge["side"]) for edge in chain["edges"]]

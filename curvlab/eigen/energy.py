@@ -9,20 +9,22 @@ where it matters. ``k`` is the smallest number whose share reaches ``1 - epsilon
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from curvlab.eigen.estimate import Estimate
+from curvlab.eigen.estimate import Estimate, blocks, finite_images, random_signs
 from curvlab.eigen.growing import Growing
 from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import Eigenpairs
 from curvlab.eigen.source import Source, as_operator
-from curvlab.probe import OperatorError
+from curvlab.eigen.work import Interrupted, State, Work
 from curvlab.rows import Space
+from curvlab.storage import StorageError
 
 FIRST = 16  # pairs of the first attempt
 
@@ -61,6 +63,7 @@ def spectral_energy(
     short: bool = False,
     seed: int = 0,
     dense: bool | None = None,
+    checkpoint: str | Path | None = None,
     progress: bool | None = None,
 ) -> SpectralEnergy:
     """The leading eigenpairs that hold ``1 - epsilon`` of ``||A||_F^2``.
@@ -75,7 +78,13 @@ def spectral_energy(
             a pair does not converge; ``share`` and ``pairs`` say what it is worth.
         seed: Of all random vectors.
         dense: Force or forbid the eigendecomposition of the whole matrix (the exact way).
+        checkpoint: File for the random vectors' products and the search (a folder on several
+            ranks); if it exists, the computation goes on from it. The exact way keeps none.
         progress: As for :func:`curvlab.lanczos`.
+
+    Raises:
+        Interrupted: On Ctrl-C, with the pairs so far and their share (none before there are pairs),
+            once what is done is in ``checkpoint``.
     """
     if not 0.0 < epsilon <= 1.0:
         raise ValueError(
@@ -100,49 +109,129 @@ def spectral_energy(
         pairs = lanczos(operator, n, tol=tol, seed=seed, dense=True, progress=False)
         tail = torch.zeros(2, n + 1, dtype=torch.float64)
         return _selected(pairs, tail, epsilon, exact=True, products=products.count)
-    vectors, images = _draw(products, probes, seed)
+    asked = {"epsilon": epsilon, "tol": tol, "probes": probes, "largest": largest}
+    asked |= {"short": short, "seed": seed}
+    work = Work("energy", products, asked, checkpoint, progress)
     growing = Growing(products, certificate, tol=tol, seed=seed, progress=progress)
-    k, certify = min(FIRST, n, largest), False
-    while True:
-        pairs = growing.pairs(k, certify=certify)
-        if not short:
-            pairs.require_converged()
-        tails = _tails(products.space, pairs, vectors, images)
-        tail, high = tails.mean(0), tails.mean(0) + 2 * _errors(tails, pairs.values)
-        enough = _needed(pairs.values, tail, epsilon) is not None
-        if short and not (bool(pairs.converged.all()) and (enough or k < largest)):
-            return _selected(pairs, tails, epsilon, exact=False, products=products.count)
-        # until the number is settled at the upper end of the error bar too
-        if _needed(pairs.values, high, epsilon) is not None or k == n or (enough and k == largest):
-            if certify:
-                return _selected(pairs, tails, epsilon, exact=False, products=products.count)
-            certify = True  # of all attempts only the last has to be complete
-        elif k == largest:
-            reached = _shares(pairs.values, tail)[-1]
-            raise ValueError(
-                f"{k} eigenpairs hold {reached:.4f} of the energy, short of {1 - epsilon:g}: raise "
-                "largest=, or choose a larger epsilon="
-            )
-        else:
-            k = min(n, largest, max(k + 1, _guess(pairs.values, high[-1], epsilon)))
-            certify = False
+    selection = _Selection(work, growing, probes, epsilon, min(largest, n), short)
+    with work.interruptible(selection.state, selection.partial):
+        selection.resume()
+        selection.draw(seed)
+        return selection.settle()
 
 
-def _draw(products: Products, probes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Random signs ``(probes, width)`` and their images."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    signs = products.space.signs(generator, probes)
-    vectors = signs.to(products.dtype).to(products.device)
-    images = torch.zeros_like(vectors)
-    products.into(vectors, images)
-    if not bool(torch.isfinite(products.space.norm(images)).all()):
-        raise OperatorError("the operator returned NaN or infinity")
-    return vectors, images
+class _Selection:
+    """Images of random vectors, then attempts with more and more pairs.
+
+    Attributes:
+        images: Shape ``(probes, width)``.
+        drawn: How many of them are there, and the products until then.
+        found: Pairs of the last attempt, as far as it got.
+    """
+
+    def __init__(
+        self, work: Work, growing: Growing, probes: int, epsilon: float, largest: int, short: bool
+    ) -> None:
+        self.work, self.growing, self.products = work, growing, work.products
+        self.epsilon, self.largest, self.short = epsilon, largest, short
+        width, dtype = self.products.width, self.products.dtype
+        self.images = torch.zeros(probes, width, dtype=dtype, device=self.products.device)
+        self.drawn = (0, self.products.spent)
+        self.k, self.certify = min(FIRST, largest), False
+        self.found: Eigenpairs | None = None
+
+    def state(self) -> State | None:
+        """For the file; ``None`` within a step of the search."""
+        done, spent = self.drawn
+        images = {"images": self.images[:done]}
+        if self.growing.solver is None:
+            return State(images, {}, {"search": None}, spent)
+        search = self.growing.state()
+        if search is None:
+            return None
+        rows, facts = {**images, **search.rows}, {"search": dict(search.facts)}
+        return replace(search, rows=rows, facts=facts)
+
+    def partial(self) -> SpectralEnergy | None:
+        if self.found is None:
+            return None
+        tails = _tails(self.products.space, self.found, self.images)
+        return self._selected(self.found, tails)
+
+    def resume(self) -> None:
+        """Take up what an earlier call left in the file."""
+        form = (self.products.dtype, "probes", self.products.width)
+        saved = self.work.resume({"search": (None, dict)}, {"images": form})
+        if saved is None:
+            return
+        done, search, path = len(saved.rows["images"]), saved.facts["search"], self.work.path or ""
+        if done > len(self.images) or (search is not None and done < len(self.images)):
+            raise StorageError(f"{path} is damaged: it holds {done} images of {len(self.images)}")
+        self.images[:done] = saved.rows["images"]
+        self.drawn = (done, self.products.spent)
+        if search is not None:
+            self.k, self.certify = self.growing.restore(path, replace(saved, facts=search))
+
+    def draw(self, seed: int) -> None:
+        """Multiply random signs, those that are lacking."""
+        generator, done = torch.Generator().manual_seed(seed + 1), 0
+        for size in blocks(self.products, len(self.images)):
+            signs, done = random_signs(self.products, generator, size), done + size
+            if done > self.drawn[0]:
+                self.images[done - size : done] = finite_images(self.products, signs)
+                self.drawn = (done, self.products.spent)
+                self.work.keep(self.state())
+            self.work.show(done, len(self.images), "products", "random vectors")
+        self.work.line.close()  # the search has its own
+        if self.growing.solver is None:
+            self.work.save(self.state())
+
+    def settle(self) -> SpectralEnergy:
+        """Find more pairs until their number is settled."""
+        n, largest, epsilon = self.products.n, self.largest, self.epsilon
+        while True:
+            pairs = self._pairs()
+            if not self.short:
+                pairs.require_converged()
+            tails = _tails(self.products.space, pairs, self.images)
+            tail, high = tails.mean(0), tails.mean(0) + 2 * _errors(tails, pairs.values)
+            enough = _needed(pairs.values, tail, epsilon) is not None
+            more = enough or self.k < largest
+            if self.short and not (bool(pairs.converged.all()) and more):
+                return self._selected(pairs, tails)
+            # until the number is settled at the upper end of the error bar too
+            settled = _needed(pairs.values, high, epsilon) is not None or self.k == n
+            if settled or (enough and self.k == largest):
+                if self.certify:
+                    return self._selected(pairs, tails)
+                self.certify = True  # of all attempts only the last has to be complete
+            elif self.k == largest:
+                reached = _shares(pairs.values, tail)[-1]
+                raise ValueError(
+                    f"{self.k} eigenpairs hold {reached:.4f} of the energy, short of "
+                    f"{1 - epsilon:g}: raise largest=, or choose a larger epsilon="
+                )
+            else:
+                guess = _guess(pairs.values, high[-1], epsilon)
+                self.k, self.certify = min(largest, max(self.k + 1, guess)), False
+
+    def _pairs(self) -> Eigenpairs:
+        save = None if self.work.path is None else lambda: self.work.save(self.state())
+        try:
+            self.found = self.growing.pairs(self.k, certify=self.certify, save=save)
+        except Interrupted as stop:
+            if stop.partial is not None and len(stop.partial):
+                self.found = stop.partial
+            raise
+        return self.found
+
+    def _selected(self, pairs: Eigenpairs, tails: Tensor) -> SpectralEnergy:
+        return _selected(pairs, tails, self.epsilon, exact=False, products=self.products.count)
 
 
-def _tails(space: Space, pairs: Eigenpairs, vectors: Tensor, images: Tensor) -> Tensor:
+def _tails(space: Space, pairs: Eigenpairs, images: Tensor) -> Tensor:
     """Each probe's estimate of the energy outside the first j pairs, ``(probes, k + 1)``."""
-    rows, _ = ops.quantise(pairs.vectors.to(vectors.dtype), vectors.dtype)
+    rows, _ = ops.quantise(pairs.vectors.to(images.dtype), images.dtype)
     # (probes, k): value * coefficient, to the residual
     inside = space.total(ops.coefficients(rows, images))
     total = space.norm(images) ** 2

@@ -108,7 +108,7 @@ def _ties(values: Tensor, k: int, request: Request) -> int:
     """How many of the unwanted Ritz ``values`` are as far out as the last wanted one, within tol.
 
     A tolerance for residuals is one for values: which of two that are nearer to each other is the
-    larger has not been settled, and completeness does not speak of them.
+    larger has not been settled, and completeness says nothing about them.
     """
     if request.which == "both" or not 0 < k < len(values) or request.relative_to != "value":
         return 0

@@ -5,15 +5,23 @@ Whether copies are hidden is looked into only when asked: of several attempts, t
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+from curvlab.eigen.checkpoint import restore, state_of
 from curvlab.eigen.finish import eigenpairs
+from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
-from curvlab.eigen.request import product_budget, request
+from curvlab.eigen.request import EVERY, Request, product_budget, request
 from curvlab.eigen.result import Eigenpairs
 from curvlab.eigen.run import iterate
 from curvlab.eigen.solver import Solver
+from curvlab.eigen.work import State
+from curvlab.manifest import COUNT, require_facts
 from curvlab.probe import Certificate
+
+_ATTEMPT = {"k": COUNT, "certify": bool, "most": COUNT, "solver": dict}
 
 
 class Growing:
@@ -36,29 +44,68 @@ class Growing:
         self.seed = seed
         self.progress = progress
         self.solver: Solver | None = None
+        self.resumed = False  # whether the solver came from a file, within an attempt
 
-    def pairs(self, k: int, *, certify: bool) -> Eigenpairs:
-        """The leading ``k`` pairs; nothing of the last call is lost, whatever ``k`` was then."""
+    def pairs(self, k: int, *, certify: bool, save: Callable[[], None] | None = None) -> Eigenpairs:
+        """The leading ``k`` pairs; nothing of the last call is lost, whatever ``k`` was then.
+
+        Args:
+            save: Called every so many products, and when the pairs are there.
+        """
         began, before = time.perf_counter(), self.products.count
-        most = self.products.spent + product_budget(None, k)
-        asked = request(
-            self.products, k, which=self.which, tol=self.tol, seed=self.seed, max_products=most,
-            certify=certify,
-        )  # fmt: skip
-        asked = replace(
-            asked, quota=request(self.products, k, which=self.which).quota
-        )  # as if every one certified
         if self.solver is None:
-            self.solver = Solver(self.products, asked, self.certificate)
-            self.solver.start(None)
-        else:
-            self.solver.go_on(asked)
-        solver = self.solver
+            solver = Solver(self.products, self._request(k, certify), self.certificate)
+            solver.start(None)
+            self.solver = solver
+        elif not self.resumed:
+            self.solver.go_on(self._request(k, certify))
+        solver, self.resumed = self.solver, False
 
         def result() -> Eigenpairs:
             return eigenpairs(solver, seconds=lambda: time.perf_counter() - began, method="lanczos")
 
         pairs = iterate(
-            solver, lambda: None, result, every=None, progress=self.progress, method="lanczos"
+            solver,
+            save or (lambda: None),
+            result,
+            every=None if save is None else EVERY,
+            progress=self.progress,
+            method="lanczos",
         )
+        if save is not None:
+            save()
         return replace(pairs, matvecs=self.products.count - before)
+
+    def _request(self, k: int, certify: bool, most: int | None = None) -> Request:
+        most = self.products.spent + product_budget(None, k) if most is None else most
+        asked = request(
+            self.products, k, which=self.which, tol=self.tol, seed=self.seed, max_products=most,
+            certify=certify,
+        )  # fmt: skip
+        # as if every one certified
+        return replace(asked, quota=request(self.products, k, which=self.which).quota)
+
+    def state(self) -> State | None:
+        """The attempt as it is, for a file; ``None`` within a step, or where there is none yet."""
+        solver = self.solver
+        if solver is None or not solver.whole or solver.outcome is Outcome.INTERRUPTED:
+            return None
+        state, asked = state_of(solver), solver.request
+        attempt = {"k": asked.k, "certify": asked.certify.copies, "most": asked.max_products}
+        return replace(state, facts={**attempt, "solver": dict(state.facts)})
+
+    def restore(self, path: str | Path, saved: State) -> tuple[int, bool]:
+        """Take up an attempt from :meth:`state`; the next call of :meth:`pairs` goes on with it.
+
+        Returns:
+            Its ``k`` and whether it certifies.
+        """
+        require_facts(path, saved.facts, _ATTEMPT)
+        k, certify = saved.facts["k"], saved.facts["certify"]
+        solver = Solver(
+            self.products, self._request(k, certify, saved.facts["most"]), self.certificate
+        )
+        restore(path, solver, {**saved.rows, **saved.others}, saved.facts["solver"])
+        solver.spent = self.products.spent
+        self.solver, self.resumed = solver, True
+        return k, certify

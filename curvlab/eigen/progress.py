@@ -40,3 +40,4 @@ class Progress:
         if self.shown and self.width:
             self.stream.write("\r" + " " * self.width + "\r")
             self.stream.flush()
+            self.width = 0

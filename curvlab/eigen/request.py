@@ -17,6 +17,8 @@ from curvlab.eigen.room import Quota, Room, quota
 from curvlab.eigen.selection import check_which
 from curvlab.probe import brought_near, far_exponent
 
+EVERY = 50  # products of a search between two saves
+
 
 @dataclass(frozen=True, slots=True)
 class Certify:
@@ -53,7 +55,7 @@ class Checkpoint:
     """
 
     file: str | Path
-    every: int = 50
+    every: int = EVERY
 
     def __post_init__(self) -> None:
         if self.every < 1:

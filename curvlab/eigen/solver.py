@@ -63,7 +63,7 @@ class Solver:
         self.spent = products.spent  # products at the end of the last whole step
         self.finds = 0  # chains that found something
         self.exhausted = False  # every direction of the space has been multiplied
-        self.found = 0  # wanted pairs that have converged, for people who watch
+        self.found = 0  # wanted pairs that have converged, shown in the progress line
         self.next_look = 0  # products at which the Ritz pairs are looked at again
 
     @property
@@ -139,11 +139,13 @@ class Solver:
 
     def go_on(self, request: Request) -> None:
         """Take up a solve that has ended: for more pairs, or to look for hidden copies."""
+        self.whole = False
         self.krylov.bring_back(self.krylov.multiplied)
         self.krylov.grow(request.quota.total)
         self.request, self.outcome, self.reason = request, None, ""
         self.chain, self.doubt, self.converged_at = None, 1.0, None
         self._judge()
+        self.spent, self.whole = self.products.spent, True
 
     def step(self) -> None:
         """One product (or one block of them), and what follows from it."""

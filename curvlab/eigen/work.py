@@ -117,14 +117,14 @@ class Work:
         require_facts(path, state.facts, facts)
         require_tensors(path, state.rows, rows)
 
-    def keep(self, state: State) -> None:
+    def keep(self, state: State | None) -> None:
         """Replace the file, unless that was done a few products ago."""
         if self.products.spent - self.saved_at >= EVERY:
             self.save(state)
 
-    def save(self, state: State) -> None:
-        """Replace the file."""
-        if self.path is not None:
+    def save(self, state: State | None) -> None:
+        """Replace the file; ``None`` leaves it as it was saved last."""
+        if self.path is not None and state is not None:
             self.saved_at = self.products.spent
             spent = self.products.spent if state.spent is None else state.spent
             facts = {
@@ -142,12 +142,12 @@ class Work:
 
     @contextmanager
     def interruptible(
-        self, state: Callable[[], State], partial: Callable[[], Any]
+        self, state: Callable[[], State | None], partial: Callable[[], Any]
     ) -> Iterator[None]:
         """Save at the end; if the body is cut short, raise :class:`Interrupted` afterwards.
 
         Args:
-            state: What is finished.
+            state: What is finished; ``None`` where only an earlier save can tell.
             partial: The result from that, or ``None``.
         """
         try:
