@@ -146,7 +146,7 @@ def imprecise(products: Products, late: int, worst: float, loss: float, norm: fl
 
 def _true_residual(solver: Solver, vector: Tensor, value: float) -> float:
     products = solver.products
-    image = torch.zeros_like(vector)
+    image = torch.empty_like(vector)
     products.into(vector, image)
     length = float(products.space.norm(image.double() - value * vector.double()))
     if not length < float("inf"):
@@ -182,7 +182,7 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     for held, share in zip(krylov.aside, krylov.aside_coupling[:, :m] @ weights, strict=True):
         expected.add_(held, alpha=float(share))
     mixture = mixed.to(products.dtype)
-    image = torch.zeros_like(mixture)
+    image = torch.empty_like(mixture)
     products.into(mixture, image)
     difference = float(products.space.norm(image.double() - expected))
     length = float(weights.norm())

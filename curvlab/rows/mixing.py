@@ -33,15 +33,16 @@ def combine(rows: "Rows", weights: Tensor, dtype: torch.dtype) -> Tensor:
     m, p = weights.shape
     given, whole = weights.T.to(rows.device).contiguous(), rows.whole
     if whole is not None and dtype == rows.dtype:
-        found = torch.zeros(p, rows.width, dtype=dtype, device=rows.device)
+        found = torch.empty(p, rows.width, dtype=dtype, device=rows.device)
         ops.mix_(whole[0][:m], given, found)
         return found
-    total = torch.zeros(p, rows.width, dtype=torch.float64, device=rows.device)
     if whole is not None and rows.factor is None:
+        total = torch.empty(p, rows.width, dtype=torch.float64, device=rows.device)
         for start in range(0, rows.width, CHUNK):
             columns = slice(start, min(start + CHUNK, rows.width))
             torch.mm(given, whole[0][:m, columns].double(), out=total[:, columns])
         return total.to(dtype)
+    total = torch.zeros(p, rows.width, dtype=torch.float64, device=rows.device)
     for index in range(m):  # a row at a time: they are not all at hand
         total.addr_(given[:, index], rows.rows(index, index + 1)[0].double())
     return total.to(dtype)

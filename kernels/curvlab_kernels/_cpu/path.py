@@ -47,23 +47,33 @@ class Path:
     width: int = 0
 
 
-def choose(rows: Tensor, vectors: Tensor) -> Path:
-    """For ``m`` rows and ``vectors`` ``(n,)`` or ``(b, n)``."""
+def choose(rows: Tensor, vectors: Tensor, *, often: bool = False) -> Path:
+    """For ``m`` rows and ``vectors`` ``(n,)`` or ``(b, n)``.
+
+    Args:
+        often: Whether it is an operation that training repeats for every batch. Then numba, a third
+            of a second to import and more to compile, is worth it for tiny vectors too; a first
+            eigensolve of a small model is over sooner without.
+    """
     # A block of vectors reuses every converted element b times: a matrix product wins there.
     n = vectors.shape[0] if vectors.dim() == 1 and vectors.is_contiguous() else 0
-    return _choose(rows.dtype, rows.shape[0], vectors.dtype, n, torch.get_num_threads())
+    kinds = rows.dtype, rows.shape[0], vectors.dtype
+    return _choose(*kinds, n, torch.get_num_threads(), often)
 
 
 @functools.lru_cache(maxsize=4096)  # a training step asks the same questions again and again
-def _choose(stored: torch.dtype, m: int, working: torch.dtype, n: int, count: int) -> Path:
-    if not m * n or stored not in COMPILED:
+def _choose(
+    stored: torch.dtype, m: int, working: torch.dtype, n: int, count: int, often: bool
+) -> Path:
+    tiny = stored == working and n <= TINY
+    if not m * n or stored not in COMPILED or (tiny and not often):
         return Path()
     whole = _compiled()
     spans = threads.spans(n, m, count)
     one = len(spans) == 1
     # Torch sums a long row in float32, in an order of the library's choosing: on some processors
     # its small terms are lost. The loops sum tiles.
-    loops = whole if stored != working or n > TINY else None
+    loops = None if tiny else whole
     # Rounded rows are orthonormal only up to rounding: their products belong to the same vector.
     cached = stored == working and 8 * n * stored.itemsize <= KEPT
     team = None
