@@ -55,6 +55,7 @@ def test_a_file_of_measured_shapes_is_taken_on_its_architecture(tmp_path):
     [
         ({"tiles": {"dot, 1, 4": [7, 512, 1]}}, "powers of two"),
         ({"tiles": {"dot, 1, 4": [8, 64, 1]}}, "at least 128 columns"),
+        ({"tiles": {"dot, 1, 4": [8, 512, 1, 300]}}, "255 registers"),
         ({"tiles": {"unheard of, 1, 4": [8, 512, 1]}}, "no launch can take"),
         ({"tiles": {"dot": [8, 512, 1]}}, "no table of launch shapes"),
         ({"tiles": {"dot, 1, 4": [8, 512]}}, "no table of launch shapes"),

@@ -22,7 +22,7 @@ Parameters that the basis covers and the optimizer does not train stay where the
 are projected by the basis restricted to them. Parameters outside the basis are trained freely.
 
 A step costs a few operations on all tensors at once, however many there are, and waits for
-nothing: on a GPU 17 launches beyond the optimizer's own, of which four return at once unless a
+nothing: on a GPU 13 launches beyond the optimizer's own, of which four return at once unless a
 projection has to be repeated. What was removed is computed when it is asked for.
 """
 

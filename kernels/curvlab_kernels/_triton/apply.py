@@ -6,6 +6,8 @@ last column to the first: in a projection the coefficients were computed from th
 last, so what was read last is still in the L2 cache.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,8 @@ def apply_(
     """``g -= M' c`` in place. ``coefficients`` are ``(m,)`` or ``(b, m)``, float64."""
     if rows.shape[0] == 0 or vectors.numel() == 0:
         return
-    subtract(rows, coefficients.contiguous(), vectors, scales)
+    work = work_dtype(vectors, rows)
+    _launch(rows, coefficients.contiguous(), vectors, vectors, work=work, scales=scales)
 
 
 def subtract_into(
@@ -48,34 +51,41 @@ def subtract_into(
     return sum_chunks(squares)
 
 
+class Found(NamedTuple):
+    """What a projection is to subtract.
+
+    Attributes:
+        weights: ``G^-1 M g`` ``(b, m)``; with ``chunks`` partial sums ``(chunks, b, m + 1)``, at
+            most ``FEW`` of them, which every program adds up for itself in the same order.
+        removed: ``(b, m)``; with ``chunks`` the kernel stores the weights there, or in a second
+            pass adds them.
+        products: ``M g`` and ``||g||^2`` ``(b, m + 1)``, or partial sums of them.
+    """
+
+    weights: Tensor
+    removed: Tensor
+    products: Tensor
+    chunks: int
+
+
 def subtract(
     rows: Tensor,
-    coefficients: Tensor,
     vectors: Tensor,
     scales: Tensor | None,
-    sums: Tensor | None = None,
-    unless: Unless | None = None,
-    judge: tuple[Tensor, Unless] | None = None,
+    found: Found,
+    enough: Unless,
+    unless: Unless | None,
 ) -> None:
-    """One launch of ``g -= M' c``. ``m >= 1`` and ``b >= 1``.
-
-    Args:
-        coefficients: ``(b, m)``; with ``sums`` partial sums ``(chunks, b, m + 1)``, at most
-            ``FEW`` of them, which every program adds up for itself in the same order.
-        sums: Receives the coefficients ``(b, m)`` added up from partial sums.
-        judge: ``M g`` and ``||g||^2`` ``(b, m + 1)``, or partial sums of them, and what receives
-            the squares before and after.
-    """
+    """One launch of a projection, which fills ``enough``. ``m >= 1`` and ``b >= 1``."""
     _launch(
         rows,
-        coefficients,
+        found.weights,
         vectors,
         vectors,
         work=work_dtype(vectors, rows),
         scales=scales,
-        sums=sums,
         unless=unless,
-        judge=judge,
+        judge=(found, enough),
     )
 
 
@@ -132,10 +142,9 @@ def _launch(
     *,
     work: tl.dtype,
     scales: Tensor | None = None,
-    sums: Tensor | None = None,
     squares: Tensor | None = None,
     unless: Unless | None = None,
-    judge: tuple[Tensor, Unless] | None = None,
+    judge: tuple[Found, Unless] | None = None,
     mix: bool = False,
     start: int = 0,
 ) -> None:
@@ -151,6 +160,7 @@ def _launch(
     tiles = -(-n // chosen.columns)
     vector_groups = -(-b // tile_vectors)
     stride, unit = row_stride(target)
+    chunks = 0 if judge is None else judge[0].chunks
     launch(
         apply_kernel,
         tiles * vector_groups,
@@ -159,12 +169,12 @@ def _launch(
         coefficients,
         vectors,
         target,
-        coefficients if sums is None else sums,
+        coefficients if judge is None else judge[0].removed,
         coefficients if squares is None else squares,
         coefficients if unless is None else unless.before,
         coefficients if unless is None else unless.after,
         0.0 if unless is None else unless.share,
-        coefficients if judge is None else judge[0],
+        coefficients if judge is None else judge[0].products,
         coefficients if judge is None else judge[1].before,
         coefficients if judge is None else judge[1].after,
         m,
@@ -174,15 +184,15 @@ def _launch(
         0 if scales is None else scales.shape[1],
         stride,
         start // chosen.columns,
-        0 if sums is None else coefficients.shape[0],
+        chunks,
         tiles,
         vector_groups,
-        warps=chosen.warps,
+        tile=chosen,
         ROWS=chosen.rows,
         BLOCK=chosen.columns,
         VECTORS=tile_vectors,
         UNIT=unit,
-        CHUNKS=0 if sums is None else FEW,
+        CHUNKS=FEW if chunks else 0,
         SCALED=scales is not None,
         SPLIT=split,
         SQUARES=squares is not None,
@@ -237,7 +247,6 @@ def apply_tile(
     coefficients,
     vectors,
     target,
-    sums,
     squares,
     v0,
     m,
@@ -263,7 +272,7 @@ def apply_tile(
     """One tile of columns, from the basis to the stored result."""
     start = tile_index * BLOCK
     # fmt: off
-    t0, t1, t2, t3 = combination(rows, scales, coefficients, sums, v0, m, count, n, ld, scale_ld,
+    t0, t1, t2, t3 = combination(rows, scales, coefficients, v0, m, count, n, ld, scale_ld,
                                  start, chunks, ROWS, BLOCK, VECTORS, CHUNKS, SCALED, SPLIT,
                                  MASKED, WORK)
     finish_tile(t0, vectors, target, squares, v0, vector_ld, start, n, tile_index, first_tile,
@@ -345,18 +354,19 @@ def apply_kernel(
         if tile_index == 0:
             for vector in range(v0, tl.minimum(v0 + VECTORS, count)):
                 # fmt: off
-                squares_before, squares_after = judged(products, coefficients, vector, m, count,
-                                                       chunks, ROWS, CHUNKS)
+                squares_before, squares_after = judged(products, coefficients, sums, vector, m,
+                                                       count, chunks, True, share > 0, ROWS,
+                                                       CHUNKS)
                 # fmt: on
                 tl.store(found_before + vector, squares_before)
                 tl.store(found_after + vector, squares_after)
     # fmt: off
     if (tile_index + 1) * BLOCK <= n:
-        apply_tile(rows, scales, coefficients, vectors, target, sums, squares, v0, m, count, n,
+        apply_tile(rows, scales, coefficients, vectors, target, squares, v0, m, count, n,
                    ld16 * 16, scale_ld, vector_ld, chunks, tile_index, first_tile,
                    ROWS, BLOCK, VECTORS, CHUNKS, SCALED, SPLIT, SQUARES, MIX, False, WORK)
     else:
-        apply_tile(rows, scales, coefficients, vectors, target, sums, squares, v0, m, count, n,
+        apply_tile(rows, scales, coefficients, vectors, target, squares, v0, m, count, n,
                    ld16 * 16, scale_ld, vector_ld, chunks, tile_index, first_tile,
                    ROWS, BLOCK, VECTORS, CHUNKS, SCALED, SPLIT, SQUARES, MIX, True, WORK)
     # fmt: on

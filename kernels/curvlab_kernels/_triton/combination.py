@@ -20,26 +20,20 @@ def added_up(partials, vector, row, inside, m, count, chunks, CHUNKS: tl.constex
 @triton.jit
 def load_weights(
     coefficients,
-    sums,
     row,
     vector,
     m,
     count,
-    start,
     chunks,
     CHUNKS: tl.constexpr,
     WORK: tl.constexpr,
 ):
     """Coefficients ``(ROWS,)`` of the vector number ``vector`` (int64); zero beyond ``m``.
 
-    With CHUNKS they are added up from partial sums, and the program of the first columns keeps
-    them in ``sums``.
+    With CHUNKS they are added up from partial sums.
     """
     if CHUNKS:
-        total = added_up(coefficients, vector, row, row < m, m, count, chunks, CHUNKS)
-        if start == 0:
-            tl.store(sums + vector * m + row, total, mask=row < m)
-        return total.to(WORK)
+        return added_up(coefficients, vector, row, row < m, m, count, chunks, CHUNKS).to(WORK)
     return tl.load(coefficients + vector * m + row, mask=row < m, other=0.0).to(WORK)
 
 
@@ -47,17 +41,21 @@ def load_weights(
 def judged(
     products,
     coefficients,
+    sums,
     vector,
     m,
     count,
     chunks,
+    keep,
+    again,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     """Squares of a vector before a projection, and what it leaves of them.
 
     ``products`` are ``M g`` and ``||g||^2`` ``(count, m + 1)``, or with CHUNKS partial sums of
-    them, and then the rows are orthonormal: ``coefficients``, ``G^-1 M g``, are the same.
+    them, and then the rows are orthonormal: ``coefficients``, ``G^-1 M g``, are the same. To be
+    kept they are stored in ``sums`` ``(count, m)``, ``again`` added to what is there.
     """
     inner = tl.zeros([ROWS], tl.float64)
     before = tl.zeros([ROWS], tl.float64)
@@ -66,6 +64,11 @@ def judged(
         if CHUNKS:
             product = added_up(products, vector, row, row <= m, m, count, chunks, CHUNKS)
             weight = product
+            if keep:
+                at = sums + vector * m + row
+                total = product + tl.load(at, mask=(row < m) & again, other=0.0)
+                tl.debug_barrier()  # several threads load what one of them stores
+                tl.store(at, total, mask=row < m)
         else:
             product = tl.load(products + vector * (m + 1) + row, mask=row <= m, other=0.0)
             weight = tl.load(coefficients + vector * m + row, mask=row < m, other=0.0)
@@ -93,7 +96,6 @@ def combination(
     rows,
     scales,
     coefficients,
-    sums,
     v0,
     m,
     count,
@@ -131,20 +133,17 @@ def combination(
         scale = tile
         if SCALED:
             scale = load_scales(scales, row, row < m, scale_ld, start, BLOCK, WORK)
-        weight = load_weights(coefficients, sums, row, v0, m, count, start, chunks, CHUNKS, WORK)
+        weight = load_weights(coefficients, row, v0, m, count, chunks, CHUNKS, WORK)
         if SPLIT:
             t0 += weighted(tile, scale, weight, SCALED)
         else:
             t0 += tl.sum(weighted(tile, scale, weight, SCALED), axis=0)
         if VECTORS > 1:
-            weight = load_weights(coefficients, sums, row, v1, m, count, start, chunks, CHUNKS,
-                                  WORK)
+            weight = load_weights(coefficients, row, v1, m, count, chunks, CHUNKS, WORK)
             t1 += tl.sum(weighted(tile, scale, weight, SCALED), axis=0)
-            weight = load_weights(coefficients, sums, row, v2, m, count, start, chunks, CHUNKS,
-                                  WORK)
+            weight = load_weights(coefficients, row, v2, m, count, chunks, CHUNKS, WORK)
             t2 += tl.sum(weighted(tile, scale, weight, SCALED), axis=0)
-            weight = load_weights(coefficients, sums, row, v3, m, count, start, chunks, CHUNKS,
-                                  WORK)
+            weight = load_weights(coefficients, row, v3, m, count, chunks, CHUNKS, WORK)
             t3 += tl.sum(weighted(tile, scale, weight, SCALED), axis=0)
     # fmt: on
     if SPLIT:

@@ -132,7 +132,7 @@ def partial_coefficients(
         vector_groups,
         -(-m // groups),
         tiles,
-        warps=chosen.warps,
+        tile=chosen,
         ROWS=chosen.rows,
         BLOCK=chosen.columns,
         VECTORS=tile_vectors,

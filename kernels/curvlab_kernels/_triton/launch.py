@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from curvlab_kernels._triton.shapes import PLAIN, Tile
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -32,7 +34,7 @@ def launch(
     kernel: Any,
     programs: int,
     *arguments: Any,
-    warps: int = 4,
+    tile: Tile = PLAIN,
     fp_fusion: bool = True,
     reaches: Sequence[torch.Tensor] = (),
     **constants: Any,
@@ -41,12 +43,15 @@ def launch(
 
     Args:
         arguments: The first is a tensor, whose device is used.
+        tile: For its warps and registers; the kernel's constants have its rows and columns.
         fp_fusion: Contract ``a * b + c`` to one rounding. Always given: Triton's default changes.
         reaches: Tensors whose addresses the kernel reads from a table.
     """
     # One stage: the loops keep enough 128-bit loads in flight by themselves, and a software
     # pipeline would send them through shared memory.
-    options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": fp_fusion}
+    options = {"num_warps": tile.warps, "num_stages": 1, "enable_fp_fusion": fp_fusion}
+    if tile.registers:
+        options["maxnreg"] = tile.registers
     instead = _instead.get()
     if instead is not None:
         instead(Launch(kernel, programs, arguments, constants, options, tuple(reaches)))

@@ -14,14 +14,15 @@ from curvlab_kernels._triton.apply import apply_, subtract_into
 from curvlab_kernels._triton.dots import Unless, chunking, partial_coefficients
 from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.norms import normalise_, squares
+from curvlab_kernels._triton.shapes import Tile
 from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels._triton.tiles import load_codes, work_dtype
 from curvlab_kernels.algebra import rank_tolerance
 
-# Rows that fit: (rows, columns, warps) of a tile in registers, by bytes of the work dtype.
+# By bytes of the work dtype; a tile stays in registers, so that its rows are all there are.
 _SHAPES = {
-    4: ((32, 128, 4), (128, 128, 16), (256, 64, 16)),
-    8: ((32, 64, 4), (128, 64, 16), (256, 32, 16)),
+    4: (Tile(32, 128, 4), Tile(128, 128, 16), Tile(256, 64, 16)),
+    8: (Tile(32, 64, 4), Tile(128, 64, 16), Tile(256, 32, 16)),
 }
 
 
@@ -74,14 +75,13 @@ def subtract_and_dot(
     rest = torch.empty_like(vector)
     work = work_dtype(vector, rows)
     shapes = _SHAPES[8 if work == tl.float64 else 4]
-    shape = next((shape for shape in shapes if shape[0] >= m), None)
+    shape = next((shape for shape in shapes if shape.rows >= m), None)
     if shape is None:
         rest.copy_(vector)
         apply_(rows[first_row:], coefficients[first_row:], rest)
         products, length = coefficients_and_squares(rows, rest)
         return products, length, rest
-    tile_rows, columns, warps = shape
-    chunks, tiles = chunking(n, columns, 1, warps, rows.device)
+    chunks, tiles = chunking(n, shape.columns, 1, shape.warps, rows.device)
     partials = torch.empty(chunks, m + 1, dtype=torch.float64, device=rows.device)
     launch(
         middle_kernel,
@@ -96,9 +96,9 @@ def subtract_and_dot(
         n,
         rows.shape[1] // 16,
         tiles,
-        warps=warps,
-        ROWS=tile_rows,
-        BLOCK=columns,
+        tile=shape,
+        ROWS=shape.rows,
+        BLOCK=shape.columns,
         WORK=work,
     )
     sums = sum_chunks(partials)

@@ -9,14 +9,23 @@ first pass leaves what it removed, and kernels that are not needed return at onc
 training step waits.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from curvlab_kernels._triton.apply import subtract
+from curvlab_kernels._triton.apply import Found, subtract
 from curvlab_kernels._triton.dots import FEW, Unless, partial_coefficients, undecided
 from curvlab_kernels._triton.sums import sum_chunks
 from curvlab_kernels._triton.tiles import work_dtype
 from curvlab_kernels.algebra import INSIDE, solve
+
+
+class Pass(NamedTuple):
+    """What was removed so far, ``G^-1 M g``, and whether that was enough."""
+
+    removed: Tensor
+    enough: Unless
 
 
 def project_(
@@ -32,8 +41,8 @@ def project_(
     """
     if rows.shape[0] == 0 or vectors.numel() == 0:
         return project_once_(rows, vectors)[0]
-    removed, enough = project_once_(rows, vectors, factor, scales)
-    return removed + project_once_(rows, vectors, factor, scales, enough)[0]
+    first = project_once_(rows, vectors, factor, scales)
+    return project_once_(rows, vectors, factor, scales, first)[0]
 
 
 def project_once_(
@@ -41,37 +50,31 @@ def project_once_(
     vectors: Tensor,
     factor: Tensor | None = None,
     scales: Tensor | None = None,
-    unless: Unless | None = None,
-) -> tuple[Tensor, Unless]:
-    """One pass: what was removed, zeros where ``unless`` held, and whether that was enough."""
+    before: Pass | None = None,
+) -> Pass:
+    """One pass, which does nothing where the one ``before`` was enough; what both removed."""
     m, b = rows.shape[0], len(vectors) if vectors.ndim == 2 else 1
     shape = (*vectors.shape[:-1], m)
     enough = undecided(b, INSIDE, rows.device)
     if m == 0 or vectors.numel() == 0:
-        return vectors.new_zeros(shape, dtype=torch.float64), enough
+        return Pass(vectors.new_zeros(shape, dtype=torch.float64), enough)
+    unless = None if before is None else before.enough
     work = work_dtype(vectors, rows)
     summed = factor is not None
     partials = partial_coefficients(rows, vectors, scales, work, True, unless, summed)
-    weights, removed, products = finished(partials, factor, unless)
-    sums = None if weights is removed else removed
-    subtract(rows, weights, vectors, scales, sums, unless, judge=(products, enough))
-    return removed.view(shape), enough
+    found = finished(partials, factor, before)
+    subtract(rows, vectors, scales, found, enough, unless)
+    return Pass(found.removed.view(shape), enough)
 
 
-def finished(
-    partials: Tensor, factor: Tensor | None, unless: Unless | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What stage two needs, from partial sums ``(chunks, b, m + 1)`` of products and squares.
-
-    Returns:
-        What to subtract, ``removed`` ``(b, m)`` and the products. Of few chunks the first and the
-        last are the partial sums, and ``removed`` is for the kernel that adds them up to fill.
-    """
+def finished(partials: Tensor, factor: Tensor | None, before: Pass | None) -> Found:
+    """What stage two needs, from partial sums ``(chunks, b, m + 1)`` of products and squares."""
     chunks, b, width = partials.shape
+    done = None if before is None else before.removed.view(b, width - 1)
     if factor is None and chunks <= FEW:
-        empty = torch.empty if unless is None else torch.zeros
-        removed = empty(b, width - 1, dtype=partials.dtype, device=partials.device)
-        return partials, removed, partials
+        if done is None:
+            done = torch.empty(b, width - 1, dtype=partials.dtype, device=partials.device)
+        return Found(partials, done, partials, chunks)
     products = sum_chunks(partials.view(chunks, -1)).view(b, width)
-    removed = solve(factor, products[:, :-1]).contiguous()
-    return removed, removed, products
+    weights = solve(factor, products[:, :-1]).contiguous()
+    return Found(weights, weights if done is None else done + weights, products, 0)

@@ -24,7 +24,7 @@ from curvlab_kernels._triton.dots import (
     undecided,
 )
 from curvlab_kernels._triton.launch import launch
-from curvlab_kernels._triton.project import finished
+from curvlab_kernels._triton.project import Pass, finished
 from curvlab_kernels._triton.segments import (
     WINDOW,
     Segments,
@@ -61,8 +61,8 @@ def project_list_(
         return torch.zeros(m, dtype=torch.float64, device=rows.device)
     with contiguous(tensors) as dense:
         where = segments(dense)
-        removed, enough = project_list_once_(rows, scales, where, factor, dense[0])
-        return removed + project_list_once_(rows, scales, where, factor, dense[0], enough)[0]
+        first = project_list_once_(rows, scales, where, factor, dense[0])
+        return project_list_once_(rows, scales, where, factor, dense[0], first)[0]
 
 
 def project_list_once_(
@@ -71,11 +71,12 @@ def project_list_once_(
     where: Segments,
     factor: Tensor | None,
     example: Tensor,
-    unless: Unless | None = None,
-) -> tuple[Tensor, Unless]:
+    before: Pass | None = None,
+) -> Pass:
     """One pass over the list, as ``project_once_`` is one over a vector."""
+    unless = None if before is None else before.enough
     partials = list_partials(rows, scales, where, example, 1, 0.0, unless, factor is not None)
-    weights, removed, products = finished(partials, factor, unless)
+    weights, removed, products, chunks = finished(partials, factor, before)
     enough = undecided(1, INSIDE, rows.device)
     chosen = tile("sum short" if where.n <= SHORT else "sum", rows, work_dtype(example, rows))
     tiles = -(-where.n // chosen.columns)
@@ -98,20 +99,20 @@ def project_list_once_(
         where.n,
         rows.shape[1] // 16,
         0 if scales is None else scales.shape[1],
-        len(weights) if weights is not removed else 0,
+        chunks,
         tiles,
-        warps=chosen.warps,
+        tile=chosen,
         ROWS=chosen.rows,
         BLOCK=chosen.columns,
         WINDOW=WINDOW,
-        CHUNKS=0 if weights is removed else FEW,
+        CHUNKS=FEW if chunks else 0,
         SCALED=scales is not None,
         SPLIT=where.n <= SHORT,
         ELEMENT=ELEMENTS[example.dtype],
         WORK=work_dtype(example, rows),
         reaches=where.tensors,
     )
-    return removed.view(-1), enough
+    return Pass(removed.view(-1), enough)
 
 
 def list_partials(
@@ -158,7 +159,7 @@ def list_partials(
         groups,
         -(-m // groups),
         tiles,
-        warps=chosen.warps,
+        tile=chosen,
         ROWS=chosen.rows,
         BLOCK=chosen.columns,
         WINDOW=WINDOW,
@@ -277,7 +278,6 @@ def list_combination(
     rows,
     scales,
     coefficients,
-    sums,
     m,
     n,
     ld,
@@ -295,11 +295,11 @@ def list_combination(
     v0 = start * 0
     # fmt: off
     if start + BLOCK <= n:
-        total, _, _, _ = combination(rows, scales, coefficients, sums, v0, m, 1, n, ld, scale_ld,
+        total, _, _, _ = combination(rows, scales, coefficients, v0, m, 1, n, ld, scale_ld,
                                      start, chunks, ROWS, BLOCK, 1, CHUNKS, SCALED, SPLIT, False,
                                      WORK)
     else:
-        total, _, _, _ = combination(rows, scales, coefficients, sums, v0, m, 1, n, ld, scale_ld,
+        total, _, _, _ = combination(rows, scales, coefficients, v0, m, 1, n, ld, scale_ld,
                                      start, chunks, ROWS, BLOCK, 1, CHUNKS, SCALED, SPLIT, True,
                                      WORK)
     # fmt: on
@@ -340,11 +340,14 @@ def list_apply_kernel(
         if mostly_left(before, after, share, 0, 1, 1):
             return
     if start == 0:
-        squares = judged(products, coefficients, start, m, 1, chunks, ROWS, CHUNKS)
+        # fmt: off
+        squares = judged(products, coefficients, sums, start, m, 1, chunks, True, share > 0, ROWS,
+                         CHUNKS)
+        # fmt: on
         tl.store(found_before, squares[0])
         tl.store(found_after, squares[1])
     # fmt: off
-    removed = list_combination(rows, scales, coefficients, sums, m, n, ld16 * 16, scale_ld, start,
+    removed = list_combination(rows, scales, coefficients, m, n, ld16 * 16, scale_ld, start,
                                chunks, ROWS, BLOCK, CHUNKS, SCALED, SPLIT, WORK)
     # fmt: on
     first, last = meeting(index, start, n, BLOCK, WINDOW)

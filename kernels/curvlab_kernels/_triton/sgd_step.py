@@ -16,13 +16,12 @@ from torch import Tensor
 from curvlab_kernels._triton.combination import judged
 from curvlab_kernels._triton.dots import (
     FEW,
-    Unless,
     mostly_left,
     partial_coefficients,
     undecided,
 )
 from curvlab_kernels._triton.launch import launch
-from curvlab_kernels._triton.project import finished
+from curvlab_kernels._triton.project import Pass, finished
 from curvlab_kernels._triton.project_list import ELEMENTS, list_combination, list_partials
 from curvlab_kernels._triton.segments import (
     WINDOW,
@@ -71,10 +70,12 @@ def sgd_step_(
         if m == 0:
             return step.take(torch.zeros(1, 1, 1, dtype=torch.float64, device=rows.device), None)
         partials = list_partials(rows, scales, where, weights[0], len(lists), weight_decay)
-        removed = step.take(partials, factor)
-        work, enough = work_dtype(weights[0], rows), step.enough
-        partials = partial_coefficients(rows, step.rest, scales, work, squares=True, unless=enough)
-        return removed + step.take(partials, factor, enough)
+        first = Pass(step.take(partials, factor), step.enough)
+        work = work_dtype(weights[0], rows)
+        partials = partial_coefficients(
+            rows, step.rest, scales, work, True, first.enough, factor is not None
+        )
+        return step.take(partials, factor, first)
 
 
 class Step:
@@ -101,10 +102,10 @@ class Step:
         self.rest = example.new_empty(where.n if len(rows) else 1)
         self.enough = undecided(1, INSIDE, rows.device)
 
-    def take(self, partials: Tensor, factor: Tensor | None, unless: Unless | None = None) -> Tensor:
-        """One launch; returns the coefficients removed ``(m,)``."""
+    def take(self, partials: Tensor, factor: Tensor | None, before: Pass | None = None) -> Tensor:
+        """One launch; returns the coefficients removed ``(m,)``, with those of the pass before."""
         rows, scales, where = self.rows, self.scales, self.where
-        weights, removed, products = finished(partials, factor, unless)
+        weights, removed, products, chunks = finished(partials, factor, before)
         chosen = tile("sum short" if where.n <= SHORT else "sum", rows, self.work)
         tiles = -(-where.n // chosen.columns)
         launch(
@@ -118,7 +119,7 @@ class Step:
             where.index,
             self.enough.before,
             self.enough.after,
-            0.0 if unless is None else unless.share,
+            0.0 if before is None else before.enough.share,
             INSIDE,
             products,
             self.rest,
@@ -127,14 +128,14 @@ class Step:
             where.n,
             rows.shape[1] // 16,
             0 if scales is None else scales.shape[1],
-            len(weights) if weights is not removed else 0,
+            chunks,
             tiles,
-            warps=chosen.warps,
+            tile=chosen,
             ROWS=chosen.rows,
             BLOCK=chosen.columns,
             WINDOW=WINDOW,
             LISTS=self.lists,
-            CHUNKS=0 if weights is removed else FEW,
+            CHUNKS=FEW if chunks else 0,
             DECAY=self.numbers[1] != 0.0,
             SCALED=scales is not None,
             SPLIT=where.n <= SHORT,
@@ -197,13 +198,16 @@ def sgd_kernel(
     if share > 0:
         if mostly_left(before, after, share, 0, 1, 1):
             return
-    squares = judged(products, coefficients, start * 0, m, 1, chunks, ROWS, CHUNKS)
+    # fmt: off
+    squares = judged(products, coefficients, sums, start * 0, m, 1, chunks, start == 0, share > 0,
+                     ROWS, CHUNKS)
+    # fmt: on
     again = (share == 0) & (squares[1] < inside * squares[0])
     if (share == 0) & (start == 0):
         tl.store(before, squares[0])
         tl.store(after, squares[1])
     # fmt: off
-    removed = list_combination(rows, scales, coefficients, sums, m, n, ld16 * 16, scale_ld, start,
+    removed = list_combination(rows, scales, coefficients, m, n, ld16 * 16, scale_ld, start,
                                chunks, ROWS, BLOCK, CHUNKS, SCALED, SPLIT, WORK)
     # fmt: on
     first, last = meeting(index, start, n, BLOCK, WINDOW)

@@ -21,11 +21,20 @@ SHORT = 65536  # columns of a vector whose tiles are made small so that they rea
 
 
 class Tile(NamedTuple):
-    """Rows and columns, both powers of two, and the warps that share them."""
+    """Rows and columns, both powers of two, and the warps that share them.
+
+    Attributes:
+        registers: That a thread may take; 0 leaves it to the compiler, which rather spills a few
+            than lets one block less on a processor.
+    """
 
     rows: int
     columns: int
     warps: int
+    registers: int = 0
+
+
+PLAIN = Tile(1, 1, 4)  # for kernels that have no tiles
 
 
 class Use(NamedTuple):
@@ -64,7 +73,7 @@ def _common() -> dict[Use, Tile]:
             tiles[Use("sum short", stored, work)] = Tile(wide, 128, 4)
     tiles[Use("list", 2, 4)], tiles[Use("list", 4, 4)] = Tile(32, 128, 4), Tile(8, 512, 4)
     tiles[Use("dot", 1, 4)] = tiles[Use("dot short", 1, 4)] = Tile(8, 512, 1)
-    tiles[Use("dots", 1, 4)] = Tile(4, 512, 2)
+    tiles[Use("dots", 1, 4)], tiles[Use("dots", 2, 4)] = Tile(4, 512, 4), Tile(16, 128, 4, 168)
     tiles[Use("list", 1, 4)] = Tile(8, 512, 1)
     tiles[Use("sum", 1, 4)] = Tile(4, 512, 1)
     return tiles
@@ -137,11 +146,12 @@ def use(path: str | Path) -> None:
         ) from error
     common = _common()
     for name, each in given.items():
-        powers = all(isinstance(x, int) and x > 0 and x & (x - 1) == 0 for x in each)
-        if name not in common or not powers or each.columns < 128 or each.warps > 32:
+        powers = all(isinstance(x, int) and x > 0 and x & (x - 1) == 0 for x in each[:3])
+        fits = powers and each.columns >= 128 and each.warps <= 32
+        if name not in common or not fits or each.registers not in range(256):
             raise ValueError(
                 f"{path}: no launch can take {each} for {name}; tiles are powers of two, of at "
-                "least 128 columns and at most 32 warps"
+                "least 128 columns and at most 32 warps, and threads have 255 registers"
             )
     if of not in ARCHITECTURES or not all(isinstance(x, int) and x > 0 for x in numbers):
         raise ValueError(f"{path}: architecture {of} and numbers {numbers} are out of range")
