@@ -113,7 +113,7 @@ def test_the_fastest_tile_that_gives_right_numbers_is_kept():
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     # by a clock that counts programs: the larger of two tiles, and a wider one for short vectors
-    wider, larger = ["sum short", 1, 4, 16, 256, 4], ["dot", 4, 4, 32, 512, 8]
+    wider, larger = ["sum short", 1, 4, 16, 256, 4, 0], ["dot", 4, 4, 32, 512, 8, 0]
     assert sorted(found["changed"]) == [larger, wider]
     assert len(found["lines"]) == 2
 
