@@ -20,7 +20,7 @@ def diagonal(values=VALUES):
     return FromFunction(lambda v: v * values, len(values), dtype=values.dtype)
 
 
-@pytest.mark.parametrize("rows", [16, 24, 60])
+@pytest.mark.parametrize("rows", [13, 16, 24, 60])
 @pytest.mark.parametrize("certify", [True, False])
 def test_rows_are_all_rows_certification_included(rows, certify):
     products = Products(diagonal(), None)
@@ -49,6 +49,18 @@ def test_few_rows_that_held_the_search_are_freed_for_the_chain_that_certifies():
     assert torch.allclose(pairs.values, values[60:65].double(), rtol=1e-3)
 
 
+@pytest.mark.parametrize("certify", [True, False])
+def test_a_search_may_fill_every_row_that_there_is(certify):
+    values = torch.linspace(1, 2, 5000, dtype=torch.float64)
+    products = Products(diagonal(values), None)
+    solver = Solver(products, request(products, 4, room=Room(rows=20), certify=certify), None)
+    solver.start(None)
+    while not solver.krylov.restarts:
+        before = solver.krylov.size
+        solver.step()
+    assert before == 20
+
+
 def test_a_result_is_made_without_a_copy_of_it():
     n, k = 100_000, 5
     vectors = torch.randn(k, n, generator=torch.Generator().manual_seed(0))
@@ -64,7 +76,7 @@ def test_bytes_hold_rows_result_and_what_is_in_the_making():
     for count in (60_000, 90_000, 10**6):
         rows = request(products, 3, room=Room(bytes=count)).quota
         assert solve_bytes(rows.total, 3, N, torch.float32) <= count
-    with pytest.raises(ValueError, match=r"bytes=20000.*needs at least 14 rows \(\d+ bytes"):
+    with pytest.raises(ValueError, match=r"bytes=20000.*needs at least 12 rows \(\d+ bytes"):
         request(products, 3, room=Room(bytes=20_000))
 
 

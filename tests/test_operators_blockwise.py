@@ -324,6 +324,22 @@ def test_a_budget_that_no_graph_of_one_sample_fits_takes_blocks() -> None:
     assert peak(small) < budget
 
 
+def test_an_operator_that_is_not_checked_needs_no_room_for_the_check() -> None:
+    model, _ = language(depth=2, width=64)
+    batch = torch.randint(WORDS, (1, 4)), torch.randint(WORDS, (1, 4))
+    plain = curvlab.Hessian(model, cross_entropy, batch, chunk=1)
+    data = sum(t.nbytes for t in batch)
+    none = sizing.operator_room(0.0, data, 4 * plain.n, plain.n, 4, checked=False)
+    budget = (1.2 * plain.cost.peak(1) - none) * sizing.FRAGMENTED
+    given: Any = {"budget": budget, "engine": "retained"}
+    with pytest.raises(ValueError, match="pass a larger budget="):
+        curvlab.Hessian(model, cross_entropy, batch, **given)
+    small = curvlab.Hessian(model, cross_entropy, batch, check=False, **given)
+    vector = torch.randn(plain.n)
+    assert torch.equal(small @ vector, plain @ vector)
+    assert peak(small) < budget
+
+
 class Foreign(nn.Module):
     """In the manner of transformers: several inputs by name, ties across blocks, ``.logits``."""
 

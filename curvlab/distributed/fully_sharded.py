@@ -63,7 +63,7 @@ class FullySharded(Curvature):
         if self.needs_outputs:
             problem.terms.split(type(self).__name__)
         self._build, self._engine = self._blockwise, "blockwise"
-        self._divide_in_shards(chunk, budget)
+        self._divide_in_shards(chunk, budget, check)
         if check:
             few = self._few()
             with arithmetic(self.device, problem.precision):
@@ -74,7 +74,7 @@ class FullySharded(Curvature):
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def _divide_in_shards(self, chunk: ChunkSize, budget: float | None) -> None:
+    def _divide_in_shards(self, chunk: ChunkSize, budget: float | None, check: bool) -> None:
         problem, group = self.problem, self.group
         if budget is None:
             hosts = group.facts(f"{socket.gethostname()} {os.uname().nodename}", "hosts")
@@ -83,7 +83,7 @@ class FullySharded(Curvature):
         data = sum(t.nbytes for batch in problem.batches.joined for t in tensors(batch))
         held = sum(t.nbytes for t in (*problem.named().values(), *problem.buffers.values()))
         room = sizing.operator_room(
-            budget, data, held, self.vector_space.width, self.dtype.itemsize
+            budget, data, held, self.vector_space.width, self.dtype.itemsize, check
         )
         cost, room = self._agreed_cost(room)
         if problem.whole:

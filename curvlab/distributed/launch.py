@@ -92,7 +92,7 @@ def _run(
             result = function(group, *arguments)
         _send(end, True, result)
     except BaseException as error:
-        own = not isinstance(error, RankError)  # or only tells of another rank
+        own = not isinstance(error, RankError)  # or only reports another rank's
         _send(end, False, (own, str(error), traceback.format_exc()))
         raise SystemExit(1) from error
 

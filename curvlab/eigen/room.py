@@ -61,7 +61,8 @@ class Room:
 class Quota:
     """How many rows there are, how many a search may fill, and how many a chain after it gets.
 
-    Where memory is short they overlap: a search that has converged is compressed to make room.
+    Where memory is short they are the same rows: a search that has converged is compressed to make
+    room for the chain, and what a chain has found is compressed when the search goes on.
     """
 
     search: int
@@ -94,7 +95,10 @@ def quota(products: Products, k: int, block: int, room: Room, copies: bool) -> Q
     """How many rows a solve gets; raises if what it needs is more than it may take."""
     least_reserve = (LEAST_RESERVE if copies else 2) + block - 1
     reserve = (min(RESERVE, products.room + 2) if copies else 2) + block - 1
-    least, most = min(products.room + block, k + 2 + block), products.room + block
+    # A search holds the pairs, two rows more and the frontier; a chain the pairs, the frontier
+    # that was set aside and its own rows.
+    most = products.room + block
+    least = min(most + least_reserve, k + block + max(2, least_reserve))
     total = room.rows
     vector = solve_bytes(1, 0, products.width, products.dtype) // (1 + PASSING)
     if room.bytes is not None:
@@ -103,18 +107,20 @@ def quota(products: Products, k: int, block: int, room: Room, copies: bool) -> Q
         search = min(usual_rows(k, products.room, block), most)
         given = Quota(search, reserve, search + reserve, _path(room))
     else:
-        if total < least + least_reserve:
+        if total < least:
             asked = f"rows={room.rows}" if room.bytes is None else f"bytes={room.bytes}"
-            needed = solve_bytes(least + least_reserve, k, products.width, products.dtype)
+            needed = solve_bytes(least, k, products.width, products.dtype)
             raise ValueError(
-                f"Room({asked}) is too little: k = {k} needs at least {least + least_reserve} rows "
+                f"Room({asked}) is too little: k = {k} needs at least {least} rows "
                 f"({needed} bytes with the result). Ask for fewer pairs at a time with deflate=, "
                 "or keep the rows in a file: Room(file=...)"
             )
-        reserve = min(reserve, max(least_reserve, min(total // 2, total - least)))
-        search = min(total - least_reserve, most)
+        beside = total - k - block  # what a chain can have at most
+        # Half: letting go of Ritz vectors near the edge makes a chain longer by about as many rows.
+        reserve = min(reserve, beside, max(least_reserve, total // 2))
+        search = min(total, most)
         given = Quota(search, reserve, min(total, search + reserve), _path(room))
-    _require_memory(products, given, k, least + least_reserve)
+    _require_memory(products, given, k, least)
     return given
 
 

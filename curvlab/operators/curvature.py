@@ -141,7 +141,7 @@ class Curvature(Operator):
             problem.terms.split(type(self).__name__)
         self.plan = self._recognise()
         self._build, self._engine = self._choose(engine)
-        self._room = self._room_of(budget)
+        self._room = self._room_of(budget, check)
         tried = attempt(self)
         if engine == "auto" and self._engine == "retained" and not self._fits(tried):
             # Not a single sample fits: one block at a time may.
@@ -314,7 +314,7 @@ class Curvature(Operator):
             )
         return builders[engine], engine
 
-    def _room_of(self, budget: float | None) -> float:
+    def _room_of(self, budget: float | None, check: bool) -> float:
         """What is left of the budget for graphs."""
         problem = self.problem
         if budget is None:
@@ -322,7 +322,7 @@ class Curvature(Operator):
         data = sum(t.nbytes for batch in problem.batches.joined for t in tensors(batch))
         copied = sum(t.nbytes for t in (*problem.named().values(), *problem.buffers.values()))
         element = problem.parameters[0].element_size()
-        return sizing.operator_room(budget, data, copied, self.n, element)
+        return sizing.operator_room(budget, data, copied, self.n, element, check)
 
     def _fits(self, tried: Trial) -> bool:
         """Whether one sample fits, or nothing else could be done about it."""

@@ -223,7 +223,7 @@ def scaled(
     long = -(-unit.n // ranks) if unit.blocks else unit.n  # elements of a vector on a rank
     data = int(unit.sample_bytes * own)
     given = default_budget(available) if budget is None else budget
-    own_room = operator_room(given, data, unit.held, long, unit.element)
+    own_room = operator_room(given, data, unit.held, long, unit.element, probed)
     # The operator does not know of the solver's rows, which are one piece of memory and do not
     # fragment: where they need more, it must be told. The vectors of its checks are gone by then.
     beside = (available - LIBRARIES - solver) / FRAGMENTED - data - unit.held - 8 * long

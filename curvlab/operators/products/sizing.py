@@ -147,7 +147,9 @@ def fitting(cost: Cost, size: int, budget: float, chunks: int) -> int:
     return max(0, min(chunks, int((budget - cost.peak(size)) / max(1.0, kept))))
 
 
-def operator_room(budget: float, data: float, parameters: float, n: int, element: int) -> float:
+def operator_room(
+    budget: float, data: float, parameters: float, n: int, element: int, checked: bool = True
+) -> float:
     """What a budget leaves for graphs.
 
     Args:
@@ -155,13 +157,17 @@ def operator_room(budget: float, data: float, parameters: float, n: int, element
         data: Bytes of its samples.
         parameters: Bytes of its copy of the model.
         n: Length of a vector, whose elements take ``element`` bytes.
+        checked: Whether the operator is probed when it is made.
     """
-    return budget / FRAGMENTED - data - parameters - vector_bytes(n, element)
+    return budget / FRAGMENTED - data - parameters - vector_bytes(n, element, checked)
 
 
-def vector_bytes(n: int, element: int) -> int:
-    """A product's input and output, a probe's or a small solver's vectors, and a float64 sum."""
-    return n * (6 * element + 8)
+def vector_bytes(n: int, element: int, checked: bool = True) -> int:
+    """A product's input and a float64 sum; for a check also its output and a probe's vectors.
+
+    The output of a product alone is in the figure of its graph.
+    """
+    return n * ((6 if checked else 1) * element + 8)
 
 
 def default_budget(free: float) -> float:
