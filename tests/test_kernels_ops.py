@@ -61,25 +61,6 @@ def test_importing_the_operators_imports_neither_triton_nor_numba():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_small_eigensolve_does_not_import_numba_and_a_training_step_does():
-    import subprocess
-
-    pytest.importorskip("numba")
-    code = """
-import sys, torch
-from curvlab_kernels import ops
-from curvlab.eigen import lanczos, trace
-values = 0.9 ** torch.arange(421)
-pairs = lanczos((lambda v: v * values, 421), 5, dense=False, progress=False)
-assert pairs.method == "lanczos" and pairs.complete
-trace((lambda v: v * values, 421), progress=False)
-assert "numba" not in sys.modules
-ops.project_(torch.eye(3, 432), torch.ones(421))
-assert "numba" in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # What is wrong is said, and what was given is not changed.
 
 WRONG = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels import block
-from curvlab_kernels._cpu.path import TINY, arrays, choose, spread
+from curvlab_kernels._cpu.path import arrays, choose, spread
 from curvlab_kernels._cpu.products import coefficients, project_once_, subtract
 from curvlab_kernels.algebra import rank_tolerance
 from curvlab_kernels.block import orthonormalise_with_
@@ -56,8 +56,6 @@ def lanczos_step_(
                 sums[m - 2 : m] += weights
                 return found[m - 1], found[m + 3].sqrt(), found[:m]
             again, (passed, before, _, after, _) = found[:m], found[m:].sqrt()
-        elif len(vector) <= TINY:
-            before, again, passed, after = _tiny_step(rows, weights, vector)
         else:
             before, again, passed = _recurrence(rows, weights, vector)
             after = _subtract(rows, again, vector)
@@ -111,26 +109,6 @@ def _recurrence(rows: Tensor, weights: np.ndarray, vector: Tensor) -> tuple[Tens
     weights[1] = float(along)
     found = spread(loops.recur_and_accumulate, arrays(rows), weights, vector, len(rows) + 1)
     return square.sqrt(), found[:-1], found[-1].sqrt()
-
-
-def _tiny_step(
-    rows: Tensor, weights: np.ndarray, vector: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The recurrence and a second pass in as few calls of torch as they take.
-
-    Returns:
-        The norm before, all rows' coefficients after the recurrence, the norms after either.
-    """
-    rows = rows[:, : len(vector)]
-    before = torch.linalg.vector_norm(vector, dtype=torch.float64)
-    vector.sub_(rows[-2], alpha=weights[0].item())
-    weights[1] = torch.dot(rows[-1], vector).item()
-    vector.sub_(rows[-1], alpha=weights[1].item())
-    passed = torch.linalg.vector_norm(vector, dtype=torch.float64)
-    again = torch.mv(rows, vector)
-    vector.addmv_(rows.T, again, alpha=-1)
-    after = torch.linalg.vector_norm(vector, dtype=torch.float64)
-    return before, again.double(), passed, after
 
 
 def _subtract(rows: Tensor, weights: Tensor, vector: Tensor) -> Tensor:

@@ -47,33 +47,23 @@ class Path:
     width: int = 0
 
 
-def choose(rows: Tensor, vectors: Tensor, *, often: bool = False) -> Path:
-    """For ``m`` rows and ``vectors`` ``(n,)`` or ``(b, n)``.
-
-    Args:
-        often: Whether it is an operation that training repeats for every batch. Then numba, a third
-            of a second to import and more to compile, is worth it for tiny vectors too; a first
-            eigensolve of a small model is over sooner without.
-    """
+def choose(rows: Tensor, vectors: Tensor) -> Path:
+    """For ``m`` rows and ``vectors`` ``(n,)`` or ``(b, n)``."""
     # A block of vectors reuses every converted element b times: a matrix product wins there.
     n = vectors.shape[0] if vectors.dim() == 1 and vectors.is_contiguous() else 0
-    kinds = rows.dtype, rows.shape[0], vectors.dtype
-    return _choose(*kinds, n, torch.get_num_threads(), often)
+    return _choose(rows.dtype, rows.shape[0], vectors.dtype, n, torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=4096)  # a training step asks the same questions again and again
-def _choose(
-    stored: torch.dtype, m: int, working: torch.dtype, n: int, count: int, often: bool
-) -> Path:
-    tiny = stored == working and n <= TINY
-    if not m * n or stored not in COMPILED or (tiny and not often):
+def _choose(stored: torch.dtype, m: int, working: torch.dtype, n: int, count: int) -> Path:
+    if not m * n or stored not in COMPILED:
         return Path()
     whole = _compiled()
     spans = threads.spans(n, m, count)
     one = len(spans) == 1
     # Torch sums a long row in float32, in an order of the library's choosing: on some processors
     # its small terms are lost. The loops sum tiles.
-    loops = None if tiny else whole
+    loops = whole if stored != working or n > TINY else None
     # Rounded rows are orthonormal only up to rounding: their products belong to the same vector.
     cached = stored == working and 8 * n * stored.itemsize <= KEPT
     team = None

@@ -33,7 +33,7 @@ def project_(
     rows: Tensor, vectors: Tensor, factor: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
     """See :func:`curvlab_kernels.reference.project_`."""
-    path = choose(rows, vectors, often=True)
+    path = choose(rows, vectors)
     if path.team is not None:
         team: Tensor = path.team.run(path, rows, scales, factor, vectors)
         return team

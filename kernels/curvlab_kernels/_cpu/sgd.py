@@ -24,7 +24,7 @@ def sgd_step_(
     """See :func:`curvlab_kernels.reference.sgd_step_`."""
     if len(parameters) == 1 and parameters[0].is_contiguous():
         slope = gathered(gradients, rows)
-        path = choose(rows, slope, often=True)
+        path = choose(rows, slope)
         if path.team is not None and (not momenta or momenta[0].is_contiguous()):
             update = parameters[0], momenta[0] if momenta else None, lr, weight_decay, momentum
             removed: Tensor = path.team.run(path, rows, scales, factor, slope, update)
