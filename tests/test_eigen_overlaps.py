@@ -90,7 +90,7 @@ def test_overlaps_stay_within_bounds_and_the_decomposition_holds(values, dtype):
     solver = Solver(products, request(products, 12, tol=1e-4, room=PARTIAL), certificate)
     solver.start(None)
     used = False
-    while not solver.finished:
+    while solver.outcome is None:
         solver.step()
         krylov = solver.krylov
         used |= krylov.overlaps.squares > 0
@@ -185,7 +185,7 @@ def test_values_that_may_pass_zero_are_searched_with_full():
     asked = request(products, 5, which="SA", tol=1e-3, room=PARTIAL, max_products=80)
     solver = Solver(products, asked, certificate)
     solver.start(None)
-    while not solver.finished:
+    while solver.outcome is None:
         solver.step()
     assert solver.krylov.overlaps.squares == 0.0
 

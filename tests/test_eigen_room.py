@@ -28,7 +28,7 @@ def test_rows_are_all_rows_certification_included(rows, certify):
     solver = Solver(products, asked, products.probe(0))
     solver.start(None)
     most = 0
-    while not solver.finished:
+    while solver.outcome is None:
         solver.step()
         most = max(most, solver.krylov.size + len(solver.krylov.aside))
     assert solver.krylov.capacity <= rows
@@ -96,7 +96,7 @@ def test_a_file_takes_rows_to_a_disk_and_keeps_what_it_held(tmp_path):
     solver = Solver(products, request(products, 4, room=Room(file=named)), products.probe(0))
     assert isinstance(solver.krylov.rows.tier, MappedFile)
     solver.start(None)
-    while not solver.finished:
+    while solver.outcome is None:
         solver.step()
     assert solver.krylov.rows.whole is not None  # computed on where it is mapped, in one piece
     assert named.read_text() == "of the user"

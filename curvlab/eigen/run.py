@@ -81,7 +81,7 @@ def iterate(
     found: Eigenpairs | None = None
     try:
         with nullcontext(Stop()) if space.shared else noted() as stop:
-            while not solver.finished:
+            while solver.outcome is None:
                 if stop.requested:
                     raise KeyboardInterrupt
                 if every is not None and solver.products.spent - saved >= every:

@@ -67,10 +67,6 @@ class Solver:
         self.next_look = 0  # products at which the Ritz pairs are looked at again
 
     @property
-    def finished(self) -> bool:
-        return self.outcome is not None
-
-    @property
     def stage(self) -> str:
         """What the next product is for."""
         return "searching" if self.chain is None else "looking for hidden copies"
@@ -194,10 +190,12 @@ class Solver:
             self.exhausted = True
             self._judge()
             return
-        if krylov.size + self.request.block > self.request.quota.search:
-            self._compress(self._keep())
+        k, basis, block = self.request.k, self.request.quota.search, self.request.block
+        if krylov.size + block > basis:
+            free = min(basis - krylov.frontier - block, krylov.multiplied)
+            self._compress(min(max(k + 1, k + (basis - k) // 2), free))
             krylov.overlaps.budget = 0.0
-        if self.request.block > 1:
+        if block > 1:
             self._expand_block()
         else:
             self._turn_frontier()
@@ -205,7 +203,9 @@ class Solver:
             self._expand()
             if given > 1:
                 self._settle_start(given)
-        if self._due():
+        spent = self.products.spent
+        out = krylov.size + block > basis or spent >= self.request.max_products
+        if out or krylov.multiplied >= self.products.room or spent >= self.next_look:
             krylov.settle()
             require_rounding(self.products, krylov, self.limit, self.request.seed)
             self._judge()
@@ -236,24 +236,6 @@ class Solver:
             for index, row in enumerate(last, krylov.multiplied):
                 krylov.rows.put(index, row)
 
-    def _due(self) -> bool:
-        """Whether this is a step at which the host looks at the coefficients."""
-        full = self.krylov.size + self.request.block > self.request.quota.search
-        out = self.products.spent >= self.request.max_products
-        whole = self.krylov.multiplied >= self.products.room
-        return full or out or whole or self.products.spent >= self.next_look
-
-    def _plan_look(self, worst: float) -> None:
-        """Choose when to look again: an eigenproblem a step costs as much as a cheap product.
-
-        Args:
-            worst: Residual of the wanted pair that is farthest from converging, in units of what
-                is allowed; at most 1 where the next step may end the search.
-        """
-        wait = math.ceil(math.log(min(worst, 1e30)) / math.log(FASTEST)) if worst > 1.0 else 1
-        stride = max(self.request.stride, self.krylov.multiplied // 64)
-        self.next_look = self.products.spent + max(stride, wait)
-
     def _judge(self) -> None:
         """Look at the Ritz pairs; go on, start certifying, or end."""
         krylov, request = self.krylov, self.request
@@ -267,10 +249,11 @@ class Solver:
         residuals, allowed = ritz.residuals[: request.k], self.allowed(ritz.values[: request.k])
         found = residuals <= allowed
         self.found = int(found.sum())
-        worst = (
-            float((residuals[~found] / allowed[~found]).max()) if self.found < request.k else 0.0
-        )
-        self._plan_look(worst)
+        late = residuals[~found] / allowed[~found]  # in units of what is allowed
+        worst = float(late.max()) if len(late) else 0.0
+        # An eigenproblem a step would cost as much as a cheap product.
+        wait = math.ceil(math.log(min(worst, 1e30)) / math.log(FASTEST)) if worst > 1.0 else 1
+        self.next_look = self.products.spent + max(request.stride, krylov.multiplied // 64, wait)
         krylov.overlaps.budget = self._budget(ritz.values[: request.k])
         if self.exhausted or krylov.multiplied >= self.products.room:
             self.doubt = 0.0
@@ -343,8 +326,7 @@ class Solver:
             self.chain = Chain(krylov.multiplied, ends, known)
         else:
             self.exhausted = True
-            self.doubt = 0.0
-            self.finish(Outcome.CONVERGED, "converged: the basis spans the whole space")
+            self._judge()
 
     def _certify_step(self, chain: Chain) -> None:
         krylov = self.krylov
@@ -409,11 +391,6 @@ class Solver:
             f"converged, but {more} more products could not exclude that an eigenvalue or a copy "
             "was missed",
         )
-
-    def _keep(self) -> int:
-        k, basis = self.request.k, self.request.quota.search
-        free = basis - self.krylov.frontier - self.request.block
-        return min(max(k + 1, k + (basis - k) // 2), free, self.krylov.multiplied)
 
     def _compress(self, keep: int) -> None:
         self.krylov.settle()
