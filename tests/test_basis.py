@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -350,3 +351,48 @@ def test_a_copy_has_the_same_bits_and_memory_of_its_own(dtype, generator):
         assert torch.equal(again.rows(), other.rows())
         assert again.orthogonality().passed
         assert again.extend(draw(generator, 1, 70)).all()
+
+
+@pytest.mark.parametrize("form", ["vector", "list", "block"])
+@pytest.mark.parametrize("n", [300, 20_011])
+def test_a_float64_vector_almost_inside_float32_rows_comes_out_orthogonal(n, form):
+    generator = torch.Generator().manual_seed(n)
+    basis = Basis(n, 5)
+    basis.extend(torch.randn(5, n, generator=generator))
+    span = torch.linalg.qr(basis.rows().double().T).Q.T
+    outside = torch.randn(n, generator=generator, dtype=torch.float64)
+    for _ in range(2):
+        outside -= span.T @ (span @ outside)
+    vector = span.T @ torch.ones(5, dtype=torch.float64) + 1e-12 * outside / outside.norm()
+    if form == "list":
+        parts = [vector[:7].clone(), vector[7:].clone()]
+        basis.project_out_(iter(parts))
+        left = torch.cat(parts)
+    else:
+        left = vector.clone() if form == "vector" else vector.repeat(2, 1)
+        basis.project_out_(left)
+        left = left.reshape(-1, n)[-1]
+    # Coefficients are summed in float64: rounding of the vector before is what may stay.
+    assert float((span @ left).norm()) <= 1e-6 * float(left.norm())
+
+
+def test_sizes_and_rows_that_cannot_be_are_refused_by_name():
+    assert Basis(np.int64(10), np.int32(3)).n == 10
+    for n, capacity in ((10.0, 3), (10, 2.5), ("10", 3)):
+        with pytest.raises(TypeError, match="whole numbers"):
+            Basis(n, capacity)
+    for index in (-1, 3, 99):
+        with pytest.raises(IndexError, match="room for 3"):
+            Basis(10, 3).row(index)
+
+
+@pytest.mark.parametrize("which", ["parameters", "gradients", "momenta"])
+def test_a_step_refuses_lists_of_different_dtypes(which):
+    basis = Basis(1000, 4)
+    basis.extend(torch.randn(2, 1000))
+    lists = {
+        name: [torch.zeros(1000, dtype=torch.float64 if name == which else torch.float32)]
+        for name in ("parameters", "gradients", "momenta")
+    }
+    with pytest.raises(TypeError, match="one dtype"):
+        basis.sgd_step_(*lists.values(), lr=0.1, momentum=0.9)

@@ -5,6 +5,7 @@ A solver that makes its rows orthonormal itself writes them with :meth:`Projecto
 saved is in :mod:`curvlab.rows.orthonormal`.
 """
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 
@@ -32,6 +33,14 @@ class Projector:
         device: torch.device | str = "cpu",
         tier: Tier | None = None,
     ) -> None:
+        try:
+            space = space if hasattr(space, "width") else operator.index(space)
+            capacity = operator.index(capacity)
+        except TypeError as error:
+            raise TypeError(
+                f"a basis needs whole numbers n (or a space) and capacity; got {space!r} and "
+                f"{capacity!r}"
+            ) from error
         if (isinstance(space, int) and space < 1) or capacity < 0:
             raise ValueError(
                 f"a basis needs n >= 1 and capacity >= 0; got n={space}, capacity={capacity}"
@@ -84,6 +93,8 @@ class Projector:
         The rows after those in use can be had as well, to be filled, up to the capacity: after
         :meth:`put` and :meth:`admit` they count.
         """
+        if not 0 <= index < max(self.capacity, 1):
+            raise IndexError(f"row {index} of a basis with room for {self.capacity}")
         row = self.store.row(index, self.width)
         return row if row.device == self.device else row.to(self.device)
 
@@ -123,7 +134,7 @@ class Projector:
         if whole is not None and self._good(vectors):
             return self._project(whole[0], vectors, self.factor, whole[1])
         if not isinstance(vectors, Tensor):
-            return gradients.project_list_(self, vectors)
+            return gradients.project_list_(self, list(vectors))
         self._check(vectors)
         checks.check_in_place(vectors)
         if whole is not None and self._local:

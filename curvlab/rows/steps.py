@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from curvlab_kernels import ops
-from curvlab_kernels.algebra import mostly_removed, solve
+from curvlab_kernels.algebra import mostly_removed, passes, solve
 from curvlab_kernels.block import length_after, scale_
 from torch import Tensor
 
@@ -42,8 +42,7 @@ def project_out_(rows: "Projector", vectors: Tensor) -> Tensor:
     """See :meth:`Projector.project_out_`."""
     if rows.size == 0:
         return vectors.new_zeros((*vectors.shape[:-1], 0), dtype=torch.float64)
-    removed, again = _project_once_(rows, vectors)
-    return removed + _project_once_(rows, vectors)[0] if again else removed
+    return passes(lambda: _project_once_(rows, vectors))
 
 
 def _project_once_(rows: "Projector", vectors: Tensor) -> tuple[Tensor, bool]:

@@ -105,8 +105,12 @@ def check_list(rows: Tensor, tensors: Sequence[Tensor], name: str) -> None:
         )
 
 
-def check_same_shapes(first: Sequence[Tensor], second: Sequence[Tensor], names: str) -> None:
-    """Two lists, tensor by tensor of one shape."""
+def check_alike(first: Sequence[Tensor], second: Sequence[Tensor], names: str) -> None:
+    """Two lists of one dtype, tensor by tensor of one shape."""
+    if first and second and first[0].dtype != second[0].dtype:
+        raise TypeError(
+            f"{names} must have one dtype; got {first[0].dtype} and {second[0].dtype}: convert one"
+        )
     if [tensor.shape for tensor in first] != [tensor.shape for tensor in second]:
         raise ValueError(
             f"{names} must agree in number and shapes; got {[tuple(t.shape) for t in first]} and "

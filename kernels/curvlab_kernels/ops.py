@@ -107,10 +107,10 @@ def sgd_step_(
     checks.check_basis(rows, factor, scales)
     checks.check_list(rows, parameters, "parameters")
     checks.check_list(rows, gradients, "gradients")
-    checks.check_same_shapes(parameters, gradients, "parameters and gradients")
+    checks.check_alike(parameters, gradients, "parameters and gradients")
     if momenta:
         checks.check_list(rows, momenta, "momenta")
-        checks.check_same_shapes(parameters, momenta, "parameters and momenta")
+        checks.check_alike(parameters, momenta, "parameters and momenta")
     elif momentum != 0.0:
         raise ValueError(f"momentum={momentum} needs momenta: one tensor of zeros per parameter")
     removed: Tensor = _kernels(rows).sgd_step_(

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from curvlab_kernels.algebra import mostly_removed, solve
+from curvlab_kernels.algebra import mostly_removed, passes, solve
 from curvlab_kernels.block import gram, norm, normalise_, orthonormalise_with_
 from curvlab_kernels.formats import CHUNK, dequantise, expand_scales, padded, quantise
 
@@ -67,12 +67,10 @@ def project_(
 
     A vector that lies almost inside the span leaves a small rest, and rounding of what was removed
     is a large part of that: where less than a tenth of the norm is left
-    (``algebra.mostly_removed``) a second pass follows, and its coefficients are added.
+    (``algebra.mostly_removed``) a second pass follows, and its coefficients are added; after that
+    a third where the same is true again.
     """
-    removed, again = _project_once(rows, vectors, factor, scales)
-    if again:
-        removed = removed + _project_once(rows, vectors, factor, scales)[0]
-    return removed
+    return passes(lambda: _project_once(rows, vectors, factor, scales))
 
 
 def project_list_(

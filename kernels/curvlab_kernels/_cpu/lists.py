@@ -26,5 +26,5 @@ def parts(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def scatter(vector: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy a changed vector back into the tensors it was copied from; nothing for a view."""
-    if len(tensors) != 1 or not tensors[0].is_contiguous():
+    if len(tensors) > 1 or (tensors and not tensors[0].is_contiguous()):
         torch._foreach_copy_(list(tensors), parts(vector, tensors))

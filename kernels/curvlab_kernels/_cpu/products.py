@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlab_kernels._cpu.lists import gathered, scatter
 from curvlab_kernels._cpu.path import arrays, choose, spread
-from curvlab_kernels.algebra import mostly_removed, solve
+from curvlab_kernels.algebra import mostly_removed, passes, solve
 from curvlab_kernels.formats import BLOCK, expand_scales
 
 SUMMED = 1 << 13  # columns that torch sums in the rows' dtype: not all libraries sum in pairs
@@ -37,10 +37,7 @@ def project_(
     if path.team is not None:
         team: Tensor = path.team.run(path, rows, scales, factor, vectors)
         return team
-    removed, again = project_once_(rows, vectors, factor, scales)
-    if again:
-        removed = removed + project_once_(rows, vectors, factor, scales)[0]
-    return removed
+    return passes(lambda: project_once_(rows, vectors, factor, scales))
 
 
 def project_once_(

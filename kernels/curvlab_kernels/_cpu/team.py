@@ -33,7 +33,7 @@ from curvlab_kernels._cpu.compiled import (
     compiled,
     inlined,
 )
-from curvlab_kernels.algebra import INSIDE
+from curvlab_kernels.algebra import INSIDE, PASSES
 
 STORED = {
     torch.float16: np.int16,  # the codes, by a type that says how to decode them
@@ -188,7 +188,7 @@ def _work(words: Any, rows: Any, scales: Any, vector: Any) -> None:
         for j in range(step.shape[0]):
             step[j] = slopes[j] + decay * weights[j]
     found = np.zeros(m + 1)
-    for turn in range(2):
+    for turn in range(PASSES):
         found[:] = 0.0
         left = 0.0
         for i in range(0, m, at_once):
