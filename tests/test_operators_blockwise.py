@@ -212,6 +212,151 @@ def test_a_block_that_reads_a_tensor_behind_its_arguments_is_refused(forgets: bo
         curvlab.Hessian(Hidden(forgets), cross_entropy, batch, engine="blockwise")
 
 
+class Branch(nn.Module):
+    """Starts as the identity, and leaves a tensor on itself for a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.zeros_(self.narrow.weight)
+        nn.init.zeros_(self.narrow.bias)
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.activation = self.narrow(torch.tanh(self.widen(values)))
+        return values + self.activation
+
+
+class Penalised(nn.Module):
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Branch(), Branch()]), nn.Linear(4, 3)
+        self.outside = outside
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        penalty = torch.zeros(len(values), dtype=values.dtype)
+        for block in self.blocks:
+            values = block(values)
+            if self.outside:
+                penalty = penalty + block.activation.square().mean(1)
+        return self.head(values), penalty
+
+
+def penalised(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    return cross_entropy(outputs[0], targets) + outputs[1].mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tensor_left_for_use_outside_is_refused_where_its_gradient_is_0(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(6, 4, dtype=dtype), torch.arange(6) % 3
+    model = Penalised(outside=True).to(dtype)
+    with pytest.raises(OperatorError, match=r"not leave a tensor on self.*engine=\"rebuilt\""):
+        curvlab.Hessian(model, penalised, batch, engine="blockwise")
+    # where nothing reads it, and where what is selected does not reach it, products are right
+    for right, select in ((Penalised(outside=False).to(dtype), None), (model, ["head.*"])):
+        whole, parts = (
+            curvlab.Hessian(right, penalised, batch, engine=engine, select=select)
+            for engine in ("rebuilt", "blockwise")
+        )
+        vector = torch.ones(whole.n, dtype=dtype)
+        torch.testing.assert_close(parts @ vector, whole @ vector)
+
+
+class Logarithm(nn.Module):
+    """Has no value a little to one side of its parameter."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__()
+        self.linear, self.small = nn.Linear(4, 4), nn.Parameter(torch.full((4,), at))
+
+    def forward(self, values: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.linear(values)) * self.small.log()
+        return result
+
+
+def test_models_without_a_value_at_a_distance_are_not_refused() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Logarithm(1e-6) for _ in range(2))).double()
+    batch = torch.randn(6, 4).double(), torch.arange(6) % 4
+    truth = products(curvlab.Hessian, model, batch, engine="rebuilt")
+    assert off(products(curvlab.Hessian, model, batch, engine="blockwise"), truth) < 1e-12
+
+
+class Turned(nn.Module):
+    """Returns a view of what it has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.linear(torch.tanh(values)).transpose(0, 1)
+
+
+class ChangesViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Turned(), Turned()])
+        self.shift = nn.Parameter(torch.randn(4))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values).transpose(0, 1)
+            values += self.shift
+        return values
+
+
+class Spectrum(nn.Module):
+    """Takes and returns complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        parts = values.real * values.imag.cos() if values.is_complex() else values
+        return torch.fft.fft(torch.tanh(self.linear(parts)))
+
+
+class Spectra(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Spectrum(), Spectrum(), Spectrum()])
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values)
+        return values.abs()
+
+
+@pytest.mark.parametrize("kind", [curvlab.Hessian, curvlab.GaussNewton])
+@pytest.mark.parametrize("model", [ChangesViews, Spectra])
+def test_views_changed_outside_and_complex_numbers_pass_between_blocks(
+    model: Any, kind: Any
+) -> None:
+    torch.manual_seed(0)
+    made, batch = model().double(), (torch.randn(5, 4).double(), torch.arange(5) % 4)
+    truth = products(kind, made, batch, engine="rebuilt")
+    assert off(products(kind, made, batch, engine="blockwise"), truth) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_weight_computed_by_a_hook_is_refused_with_the_cure() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(6, 4).double(), torch.arange(6) % 4
+
+    def model(norm: Any) -> nn.Module:
+        return nn.Sequential(norm(nn.Linear(4, 5)), nn.Tanh(), norm(nn.Linear(5, 4))).double()
+
+    with pytest.raises(OperatorError, match=r"Hooks .*torch\.nn\.utils\.parametrizations"):
+        curvlab.Hessian(model(nn.utils.weight_norm), cross_entropy, batch, engine="blockwise")
+    cured = model(nn.utils.parametrizations.weight_norm)
+    truth = products(curvlab.Hessian, cured, batch, engine="rebuilt")
+    assert off(products(curvlab.Hessian, cured, batch, engine="blockwise"), truth) < 1e-12
+
+
 class Cached(nn.Module):
     def __init__(self) -> None:
         super().__init__()

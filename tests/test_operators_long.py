@@ -49,6 +49,7 @@ CALLS: dict[str, tuple[tuple[int, ...], int, int, dict[str, Any]]] = {
     "one sequence": ((9, 4), 9, 0, {}),
     "mask": ((2, 3, 11, 4), 11, 0, {"attn_mask": torch.rand(11, 11) < 0.7}),
     "mask of keys": ((2, 3, 11, 4), 11, 0, {"attn_mask": torch.rand(2, 1, 1, 11) < 0.7}),
+    "mask of keys alone": ((2, 3, 11, 4), 11, 0, {"attn_mask": torch.rand(11) < 0.7}),
     "added mask": ((2, 3, 11, 4), 11, 0, {"attn_mask": torch.randn(3, 11, 11).double()}),
     "nothing seen": ((1, 2, 3, 4), 5, 0, {"attn_mask": torch.zeros(3, 5, dtype=torch.bool)}),
 }
@@ -80,6 +81,16 @@ def test_long_attention_is_torchs_own_to_rounding(
     found = second(long, inputs)
     assert ran
     assert off(found, truth) < 1e-13
+
+
+def test_a_mask_beside_is_causal_is_refused_as_torch_refuses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "LARGE", 0)
+    inputs = [tensor.requires_grad_() for tensor in attend((2, 3, 8, 4), 8)]
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    with Replaced(), pytest.raises(RuntimeError, match="attn_mask should not be set when"):
+        scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=True)
 
 
 def test_an_added_mask_that_is_learned_has_its_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:

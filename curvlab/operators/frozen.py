@@ -8,6 +8,7 @@ the model. Parts of it can be computed again in blocks, see
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -283,6 +284,28 @@ class Frozen:
 
         with self._changed(move):
             yield
+
+    @contextlib.contextmanager
+    def displaced(self, relative: float) -> Iterator[None]:
+        """The selected parameters elsewhere, those that are 0 too; the others as they are.
+
+        Each moves by the root mean square of all, or of a vector of length 1, times ``relative``
+        and a random normal number.
+        """
+        kept = self.parameters
+        norm = math.sqrt(sum(float(tensor.detach().square().sum()) for tensor in kept))
+        size = relative * max(1.0, norm) / math.sqrt(sum(tensor.numel() for tensor in kept))
+        generator = torch.Generator().manual_seed(0)
+
+        def move(tensor: Tensor) -> Tensor:
+            along = torch.randn(tensor.shape, generator=generator).to(tensor)
+            return torch.add(tensor.detach(), along, alpha=size)
+
+        self.parameters = tuple(move(tensor).requires_grad_() for tensor in kept)
+        try:
+            yield
+        finally:
+            self.parameters = kept
 
     @contextlib.contextmanager
     def cast(self, dtype: torch.dtype) -> Iterator[None]:

@@ -34,6 +34,7 @@ def pays(given: dict[str, Any]) -> bool:
     query, key, value = given["query"], given["key"], given["value"]
     return (
         given["dropout_p"] == 0.0  # a mask of dropout would have to be drawn again
+        and not (given["is_causal"] and given["attn_mask"] is not None)  # torch refuses it
         and recomputable(query, key, value)
         and query[..., 0].numel() * key.shape[-2] * query.element_size() > LARGE
     )
@@ -51,7 +52,8 @@ def attention(given: dict[str, Any]) -> Tensor:
         stop = min(start + step, length)
         tensors = [query[..., start:stop, :], key, value]
         if mask is not None:
-            tensors.append(mask[..., start:stop, :] if mask.shape[-2] > 1 else mask)
+            every = mask.dim() < 2 or mask.shape[-2] == 1  # the same for all queries
+            tensors.append(mask if every else mask[..., start:stop, :])
         found.extend(recomputed(Formula(_Queries(options, start, stop)), tensors))
     return torch.cat(found, -2)
 

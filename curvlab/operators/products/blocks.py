@@ -4,9 +4,11 @@ A block (one layer of a transformer, one stage of a ResNet) is one node of the g
 :mod:`curvlab.operators.products.recompute`: what passes between blocks is kept, what is inside them
 is not. The products are exact for any model: blocks may take and return tuples and dictionaries,
 masks, shared and tied weights. What a block reads must reach it as an argument, a parameter or a
-buffer. A tensor that it finds elsewhere is a constant to it; a mutable argument, such as a cache,
-is not the same when the block is run again. Both show in the first gradient, which is compared with
-a plain one when the operator is made (:func:`curvlab.operators.verify.require_same_gradient`).
+buffer, and what it makes must leave as a result. A tensor that it finds elsewhere is a constant to
+it, and so is to the others one that it leaves on itself; a mutable argument, such as a cache, is
+not the same when the block is run again. All show in the first gradient, at the parameters or at a
+distance from them. It is compared with a plain one at both when the operator is made
+(:func:`curvlab.operators.verify.require_same_gradient`).
 """
 
 import contextlib
@@ -26,8 +28,11 @@ from curvlab.probe import OperatorError
 
 REMEDY = (
     "Blocks are computed again when they are differentiated: they may read only their arguments, "
-    "parameters and buffers, may not change an argument, such as a cache of keys and values, and "
+    "parameters and buffers, may not change an argument, such as a cache of keys and values, may "
+    "not leave a tensor on self for use outside, and "
     "must pass tensors bare or in tuples, lists and dictionaries: no other class is looked into. "
+    "Hooks that compute a weight before forward do so outside the block: replace the old "
+    "torch.nn.utils.weight_norm and spectral_norm by those of torch.nn.utils.parametrizations. "
     "For a Hugging Face model set model.config.use_cache = False; otherwise pass engine="
     '"rebuilt" with chunk=1, or a larger budget='
 )

@@ -91,6 +91,10 @@ def recomputable(*tensors: Tensor) -> bool:
     )
 
 
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 class _Value(torch.autograd.Function):
     """The outputs; their derivative is :class:`_Gradient`."""
 
@@ -99,9 +103,12 @@ class _Value(torch.autograd.Function):
         with torch.no_grad():
             results = function.run(tensors)
         held = {tensor.untyped_storage()._cdata for tensor in tensors}
-        # An output that shares an input's memory would carry the input's history.
-        results = [r.clone() if r.untyped_storage()._cdata in held else r for r in results]
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        # An output that shares an input's memory would carry the input's history; one that is a
+        # view of something inside could not be changed in place outside.
+        results = [
+            r.clone() if r._is_view() or r.untyped_storage()._cdata in held else r for r in results
+        ]
+        ctx.mark_non_differentiable(*(r for r in results if not _differentiable(r)))
         ctx.function = function
         ctx.save_for_backward(*tensors)
         return tuple(results)
@@ -199,7 +206,7 @@ def _first(
     leaves = [fresh[place] for place in asked.places]
     with torch.enable_grad():  # a Function is run without
         outputs = asked.function.again(fresh)
-        seeds = [s.detach().requires_grad_(create and s.is_floating_point()) for s in seeds]
+        seeds = [s.detach().requires_grad_(create and _differentiable(s)) for s in seeds]
         pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
         gradients = torch.autograd.grad(
             [output for output, _ in pairs],
