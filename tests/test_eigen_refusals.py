@@ -128,7 +128,7 @@ def test_an_operator_that_reuses_its_buffer_or_overwrites_its_input_is_harmless(
         ({"seed": -1}, "seed="),
         ({"certify": "maybe"}, "certify="),
         ({"room": 40}, "room="),
-        ({"room": Room(rows=4)}, "needs at least 14 rows"),
+        ({"room": Room(rows=4)}, "needs at least 12 rows"),
         ({"room": Room(bytes=2000)}, "bytes=2000"),
         ({"max_products": 0}, "max_products="),
         ({"v0": torch.ones(N - 1, dtype=torch.float64)}, "v0="),

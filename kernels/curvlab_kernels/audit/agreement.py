@@ -88,6 +88,7 @@ def checks() -> Iterator[Check]:
         for dtype in (torch.float32, torch.int8):
             name = str(dtype).removeprefix("torch.")
             yield Check(f"exact-{what}-{name}", partial(exact, what, 9, 1025, dtype))
+    yield Check("exact-rest", partial(exact_rest, 9, 1025))
     yield Check("lists-with-strides", strided)
     yield Check("sgd-plain", partial(sgd_step, 17, 1025, torch.float32, 0.0, 0.0))
     yield Check("sgd-decay", partial(sgd_step, 3, 65, torch.float32, 0.1, 0.0))
@@ -309,6 +310,25 @@ def exact(what: str, m: int, n: int, dtype: torch.dtype, device: torch.device) -
     assert torch.equal(actual[:, :-1], wanted), "sums of whole numbers are not exact"
     for found, vector in zip(actual[:, -1], block, strict=True):
         same_squares(found, vector.double(), "of whole numbers")
+
+
+def exact_rest(m: int, n: int, device: torch.device) -> None:
+    """What a pass leaves where no float32 rounds: the weights that it adds up itself, to the bit.
+
+    Every row is 1 or -1 in three columns of its own, where the vector has odd numbers of 22 bits:
+    their sums fill the lower half of a float64, and what is left still fits a float32.
+    """
+    generator = torch.Generator().manual_seed(7)
+    places = torch.randperm(n, generator=generator)[: 3 * m].view(m, 3)
+    signs = torch.zeros(m, padded(n), dtype=torch.int64)
+    signs.scatter_(1, places, torch.randint(2, (m, 3), generator=generator) * 2 - 1)
+    whole = torch.zeros(n, dtype=torch.int64)
+    numbers = torch.randint(2**20, 7 * 2**18, (3 * m,), generator=generator) * 2 + 1
+    whole[places.view(-1)] = numbers * (torch.randint(2, (3 * m,), generator=generator) * 2 - 1)
+    vector = whole.float().to(device)
+    project_once_(signs.float().to(device), vector, None, None)
+    wanted = whole - signs[:, :n].T @ (signs[:, :n] @ whole)
+    assert torch.equal(vector.cpu(), wanted.float()), "what is left of whole numbers is not exact"
 
 
 def strided(device: torch.device) -> None:

@@ -197,6 +197,7 @@ def subjects() -> dict[str, tuple[Check, ...]]:
             partial(inside, "vector", f32, f32),
             partial(squares, "vector", 17, 16001, f32),
             partial(exact, "vector", 17, 16001, f32),
+            *(partial(agreement.exact_rest, m, 16001) for m in (17, 3, 31)),
             *(partial(project, m, n, f32) for m, n in _SMALL),
         ),
         "project int8": (
