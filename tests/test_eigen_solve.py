@@ -145,3 +145,17 @@ def test_an_operator_far_from_one_is_solved_like_one_that_is_not(scale, with_pai
     assert torch.allclose(found.x * scale, exact, rtol=1e-7)
     with pytest.raises(ValueError, match=r"damping above [12]\.[0-9]*e[+-](200|199)"):
         solve(FromFunction(lambda v: -(far @ v), 40, dtype=torch.float64), b)
+
+
+def test_rows_stay_unit_vectors_when_the_deflated_part_is_removed_from_them():
+    # The remainder of a product with the identity is rounding, and much of that is deflated rows.
+    generator = torch.Generator().manual_seed(0)
+    q = torch.linalg.qr(torch.randn(600, 600, generator=generator, dtype=torch.float64))[0]
+    matrix = q @ q.T
+    matrix = (matrix + matrix.T) / 2
+    operator = FromFunction(lambda v: v @ matrix, 600, dtype=torch.float64)
+    deflate = q[:, :8].T.contiguous()
+    for seed in range(3):
+        pairs = lanczos(operator, 5, dense=False, deflate=deflate, seed=seed, progress=False)
+        assert torch.allclose(pairs.values, torch.ones(5, dtype=torch.float64))
+        assert pairs.orthogonality < 1e-12

@@ -62,7 +62,7 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
     outcome, reason = _ending(solver, judged, residuals)
     settled = outcome.converged and bool(judged.converged.all())
     if settled and (more := _ties(ritz.values, k, request)):
-        reason += f" ({more} more within tol of the last: which of them is the {k}th is open)"
+        reason += f" ({more} more within tol of the last: which of them is number {k} is open)"
     device, unit = products.device, products.unit
     return Eigenpairs(
         space=products.space,

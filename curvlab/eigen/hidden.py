@@ -74,8 +74,8 @@ def known_values(
     values: Tensor, allowances: Tensor, ends: Sequence[Edge]
 ) -> list[list[tuple[float, float]]]:
     """What :class:`Chain` compares with: Ritz values ``(m,)`` as seen from each edge."""
-    pairs = dict(zip(values.tolist(), allowances.tolist(), strict=True))
-    return [[(value, pairs[value]) for value in _outwards(values, end.side)] for end in ends]
+    pairs = list(zip(values.tolist(), allowances.tolist(), strict=True))
+    return [sorted(pairs, key=lambda pair: pair[0], reverse=end.side > 0) for end in ends]
 
 
 def _outwards(values: Tensor, side: int) -> list[float]:
@@ -91,7 +91,8 @@ def emerging(
     Were the frontier multiplied, could a Ritz value pass an edge? A frontier row of value ``a``
     with couplings ``s`` makes one pass ``x`` if ``sum s_i^2 / (x - theta_i) > x - a``. ``a`` is not
     known; the middle of the unwanted values stands for it. A wanted eigenvector that lies partly in
-    the unwanted Ritz vectors and partly in the frontier shows in this sum.
+    the unwanted Ritz vectors and partly in the frontier shows in this sum. Near the edge one vector
+    alone can do it: an eigenvalue lies within its residual, so none may reach beyond the edge.
 
     Args:
         values: Unwanted Ritz values ``(m,)``.
@@ -102,6 +103,9 @@ def emerging(
     for edge in ends:
         distance = edge.side * (edge.point - values)
         push = remainder.square().sum(0) / distance.clamp_min(1e-3 * abs(edge.point))
+        reaching = remainder.square().sum(0) >= distance.clamp_min(0.0).square()
+        if bool(reaching.any()):
+            return reaching
         if float(push.sum()) >= share * edge.side * (edge.point - float(values.mean())):
             return push >= 0.5 * push.max()
     return None

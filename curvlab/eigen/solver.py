@@ -216,7 +216,13 @@ class Solver:
         self._multiply(krylov.rows.row(krylov.multiplied), product)
         krylov.expand(product, self.products.error)
         if self.products.deflation is not None:
-            self.products.project_out_(product)
+            self._deflate_(product)
+
+    def _deflate_(self, row: Tensor) -> None:
+        """Remove what rounding left of the deflated rows; a short remainder had much of it."""
+        self.products.project_out_(row)
+        length = self.products.space.norm(row).to(row.dtype)
+        row /= torch.where(length > 0.0, length, torch.ones_like(length))
 
     def _multiply(self, vectors: Tensor, targets: Tensor) -> None:
         self.whole = True  # until it comes back, a product changes nothing
