@@ -68,7 +68,8 @@ def lanczos(
             their sum, or where they nearly are eigenvectors still, from all of them.
         seed: Of the random vectors.
         max_products: Products after which the solve ends, certification included (default
-            ``max(1000, 50 k)``, and not more than ``n``).
+            ``max(1000, 50 k)``, and not more than ``n``); those of ``Certify(explicit=True)``, one
+            for each pair, come on top.
         certify: Whether to look for hidden copies until they are excluded; ``Certify(...)`` says
             with what doubt and for how many products.
         room: ``Room(rows=, bytes=, file=)``: what the working rows may take, and where they are.
