@@ -184,10 +184,12 @@ def synchronise() -> None:
 def _collector_off() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.collect()
+    gc.freeze()  # what is there now is not looked through again after every round
     gc.disable()
     try:
         yield
     finally:
+        gc.unfreeze()
         if enabled:
             gc.enable()
 
