@@ -12,8 +12,8 @@ from torch import Tensor
 # is more than ten roundings of what is left, and it is done once more (Kahan, Parlett).
 INSIDE = 0.01
 # Rows that are orthonormal to e leave e^p of a vector inside their span after p passes. Of float32
-# rows and a float64 vector that lies 1e-12 outside, two leave 5e-5 of the rest in it, three 1e-9.
-# On GPUs there are two: each pass more is four launches, also where it is not needed.
+# rows and a float64 vector that lies 1e-12 outside, two leave 5e-5 of the rest in it, three 1e-13
+# (300 elements, 5 rows). On GPUs there are two: a third would be launched where nobody needs it.
 PASSES = 3
 
 
