@@ -87,12 +87,15 @@ def measure(work: Work, place: Place) -> dict[int, Metrics]:
         shelf.runs(work.training, work.seeds)
         return {}
     config = experiment.sizes[work.size]
-    with store.locked(f"label-{experiment.key(work.size, 0)}"):
-        known = results_of(store, experiment, work.size)
-        missing = [seed for seed in work.seeds if seed not in known]
-        for training in _trainings(experiment, config) if missing else ():
-            shelf.runs(training, missing)  # side by side
-        for seed in missing:  # one by one: what is measured stays when the next one fails
+    known = results_of(store, experiment, work.size)
+    missing = [seed for seed in work.seeds if seed not in known]
+    for training in _trainings(experiment, config) if missing else ():
+        shelf.runs(training, missing)  # side by side
+    for seed in missing:  # one by one: what is measured stays when the next one fails
+        # a lock for each seed: two processes with different seeds of a label do not wait
+        with store.locked(f"label-{experiment.key(work.size, seed)}"):
+            if seed in results_of(store, experiment, work.size):
+                continue  # another process measured it meanwhile
             began = time.process_time()
             [metrics] = experiment.run(config, [seed], shelf).values()
             seconds = time.process_time() - began

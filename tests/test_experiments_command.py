@@ -260,6 +260,22 @@ def test_different_seeds_of_one_training_do_not_wait_for_each_other(tmp_path, mo
     assert [one.seed for done in found for one in done.result()] == [1, 2]
 
 
+def test_different_seeds_of_one_label_do_not_wait_for_each_other(tmp_path, monkeypatch):
+    inside = threading.Barrier(2, timeout=60)  # broken, and so an error, unless both come
+
+    def together(config, seeds, shelf):
+        inside.wait()
+        return run(config, seeds, shelf)
+
+    monkeypatch.setattr(registry, "EXPERIMENTS", (replace(experiment(), run=together),))
+    place = Place(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(
+            pool.map(lambda seed: measure(Work("tab:tiny", "demo", (seed,)), place), (1, 2))
+        )
+    assert [set(one) for one in found] == [{1}, {2}]
+
+
 OWN_LABELS = """
 import sys
 sys.path[:0] = [{root!r}, {tests!r}]
