@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvlab.eigen import lanczos
 from curvlab.learners.seeds import derived_generator, derived_seed
-from curvlab.metrics import Perturbation, measures_at, perturb_all
+from curvlab.metrics import Perturbation, measures_at, perturb
 from curvlab.training import Run
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.figures import curve, legend, panels, save
@@ -73,7 +73,7 @@ def _around(config: Config, shelf: Shelf, one: Run, task: int) -> Metrics:
     pairs = lanczos(operator, config.directions, tol=config.tol, seed=seed, progress=False)
     samples = shelf.hessian_samples(config.training, one.seed, task)
     model = shelf.model_after(config.training, one, task)
-    moved = perturb_all(
+    moved = perturb(
         measures_at(model, samples), one.snapshots[task].to(shelf.device), pairs.vectors,
         generator=derived_generator(one.seed, "perturbation", task), random=config.random,
         radii=config.radii,

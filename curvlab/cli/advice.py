@@ -12,8 +12,7 @@ from curvlab.cli.load import CURVATURES, case
 from curvlab.cli.output import emit
 from curvlab.cli.parser import UsageError
 from curvlab.doctor import doctor as visit
-from curvlab.plan import MACHINES, plan_counted
-from curvlab.plan import plan as plan_measured
+from curvlab.plan import MACHINES, plan as plan_measured, plan_counted
 
 
 def doctor(options: Namespace) -> int:

@@ -22,8 +22,8 @@ from curvlab.eigen import (
     lanczos,
     layer_spectra,
     spectral_density,
+    trace as estimate_trace,
 )
-from curvlab.eigen import trace as estimate_trace
 from curvlab.eigen.checkpoint import previous
 from curvlab.operators import Curvature
 from curvlab.storage import StorageError, read_manifest

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvlab.doctor import data as data_checks
-from curvlab.doctor import modules, trial
+from curvlab.doctor import data as data_checks, modules, trial
 from curvlab.doctor.report import Finding, Report, report
 from curvlab.operators import Objective
 from curvlab.operators.objective import Loss, Reduction

@@ -1,9 +1,9 @@
 """EWC: a quadratic penalty around each task's solution, weighted by the diagonal Fisher.
 
 The regularisation side of the paper's link: keep the change small where curvature is large, by a
-penalty instead of a projection, whose limit for great strength that is (:mod:`curvlab.theory`).
-That of task o is ``strength/2 sum_i F_o,i (w_i - w_o,i)^2``;
-sums of quadratics are quadratic, so the memory is two vectors whatever the number of tasks.
+penalty instead of a projection. As the strength grows, the penalised solution tends to the
+projected one. The penalty of task o is ``strength/2 sum_i F_o,i (w_i - w_o,i)^2``; a sum of
+quadratics is a quadratic, so the memory is two vectors however many tasks there are.
 """
 
 from collections.abc import Sequence
