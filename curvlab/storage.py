@@ -360,6 +360,17 @@ def _digest(text: str, tensors: Mapping[str, Pieces]) -> str:
     return total.hexdigest()
 
 
+def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with ``prefix``, by what follows it."""
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def series(tensors: Mapping[str, Tensor], name: str) -> list[Tensor]:
+    """The tensors ``name/0``, ``name/1``, ... in this order."""
+    found = below(tensors, f"{name}/")
+    return [found[str(number)] for number in range(len(found))]
+
+
 def tensor_digest(tensors: Iterable[Tensor]) -> str:
     """SHA-256 over dtypes, shapes and elements."""
     total = hashlib.sha256()

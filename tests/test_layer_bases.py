@@ -314,7 +314,7 @@ def test_bad_arguments_are_refused_with_the_cure():
     model = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(ValueError, match="'inputs', 'outputs' or 'both'; got 'input'"):
         layer_bases(model, numbers(5, 4), side="input")
-    with pytest.raises(ValueError, match="between 0 and 1; got 99"):
+    with pytest.raises(ValueError, match=r"energy= must lie in \[0, 1\]; got 99"):
         layer_bases(model, numbers(5, 4), energy=99)
     with pytest.raises(ValueError, match="none of these has its weight"):
         layer_bases(nn.LayerNorm(4), numbers(5, 4))

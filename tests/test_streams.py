@@ -217,7 +217,7 @@ GREY = pictures(10, channels=1, side=4)
         (lambda: split_classes(pictures(10), 2, order=[]), "must divide the 0 classes"),
         (lambda: split_classes(pictures(5), 2), "no train images of class 5; leave it out"),
         (lambda: toy_challenge(1), "at least 2"),
-        (lambda: toy_challenge(spread=0.0), "must be positive"),
+        (lambda: toy_challenge(spread=0.0), "spread= must lie in"),
     ],
 )
 def test_errors_name_the_argument_and_the_cure(call, words):

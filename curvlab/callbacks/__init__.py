@@ -18,6 +18,7 @@ from torch import nn
 
 from curvlab.basis import Basis
 from curvlab.batches import read
+from curvlab.checks import whole
 from curvlab.eigen import SpectrumTracker, trace
 from curvlab.operators import Hessian, Objective
 from curvlab.operators.objective import Loss
@@ -60,8 +61,7 @@ class Watch:
         log: Log | None = None,
         **options: Any,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every= is a number of steps, at least 1; got {every}")
+        whole(every=every)
         self.model, self.loss = unwrap(model), loss
         bare = loss is None or isinstance(loss, Objective)
         self.data = read(data, bare=bare)

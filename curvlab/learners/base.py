@@ -37,8 +37,11 @@ from typing import Any
 
 from torch import Tensor
 
+from curvlab.learners.described import plain
 from curvlab.learners.population import Population
 from curvlab.learners.step import Step
+from curvlab.learners.uses import told_apart
+from curvlab.parameters import Selection
 from curvlab.tasks.samples import Samples, Task
 
 
@@ -55,9 +58,14 @@ class Learner:
         serves_later_tasks: Whether all that it does serves later tasks: the first task is trained
             as by SGD, and nothing but the memory changes after a task. Runs may then branch after
             the first task, and the last one needs no consolidation.
+        settings: Names of the attributes that a run was asked for by, told by :meth:`config`.
+        select: Parameters that are protected, as in operators; a learner that can leave others
+            free sets it.
     """
 
     serves_later_tasks = False
+    settings: tuple[str, ...] = ()
+    select: Selection = None
 
     def __init__(self) -> None:
         self.notes: list[dict[str, Any]] = []
@@ -67,6 +75,7 @@ class Learner:
 
         The place to refuse settings; ``population.uses`` says which parameters each task uses.
         """
+        population.chosen(self.select)  # refuses what matches nothing
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:
         """Prepare; the first call (``task == 0``) is the place to refuse an unfit model."""
@@ -132,7 +141,8 @@ class Learner:
 
     def config(self) -> dict[str, Any]:
         """The algorithm's settings, JSON-able: kept with a run, compared when one is resumed."""
-        return {"learner": type(self).__name__}
+        chosen = {name: plain(getattr(self, name)) for name in self.settings}
+        return {"learner": type(self).__name__, **chosen, **told_apart(self.select)}
 
     def state(self) -> dict[str, Tensor]:
         """All that a checkpoint must hold to go on bit for bit, ``notes`` apart (kept for you).

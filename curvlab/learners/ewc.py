@@ -7,22 +7,21 @@ quadratics is a quadratic, so the memory is two vectors however many tasks there
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
+from curvlab.checks import inside, whole
 from curvlab.learners.base import Learner
-from curvlab.learners.checks import finite, whole
 from curvlab.learners.population import Population
 from curvlab.learners.sample_gradients import mlp_factors, sample_gradients
-from curvlab.learners.seeds import derived_generator
+from curvlab.learners.seeds import derived_generator, drawn
 from curvlab.learners.stacked import StackedMLP
-from curvlab.learners.uses import told_apart
 from curvlab.operators.products.mlp_plan import Layer
 from curvlab.parameters import Selection
-from curvlab.tasks.samples import Samples, Task, subset
+from curvlab.tasks.samples import Samples, Task
 
 Labels = Literal["model", "sampled", "true"]
 
@@ -42,6 +41,7 @@ class EWC(Learner):
     """
 
     serves_later_tasks = True
+    settings = ("strength", "samples", "labels", "gamma")
 
     def __init__(
         self,
@@ -53,19 +53,18 @@ class EWC(Learner):
         select: Selection = None,
     ) -> None:
         super().__init__()
-        finite("strength", strength)
-        whole("samples", samples)
+        inside("[0, inf)", strength=strength)
+        inside("[0, 1]", gamma=gamma)
+        whole(samples=samples)
         if labels not in ("model", "sampled", "true"):
             raise ValueError(f"labels= must be 'model', 'sampled' or 'true'; got {labels!r}")
-        if not 0.0 <= gamma <= 1.0:
-            raise ValueError(f"gamma= is a factor between 0 and 1; got {gamma}")
         self.strength, self.samples = strength, samples
         self.labels, self.gamma, self.select = labels, gamma, select
         self._importance: Tensor | None = None  # sum of F_o, (S, P)
         self._pull: Tensor | None = None  # sum of F_o w_o, (S, P)
 
-    def expect(self, population: Population, tasks: Sequence[Task]) -> None:  # noqa: ARG002
-        population.chosen(self.select)  # refuses what matches nothing
+    def expect(self, population: Population, tasks: Sequence[Task]) -> None:
+        super().expect(population, tasks)
         if population.loss is not cross_entropy:
             raise ValueError(
                 "EWC's Fisher is that of a distribution over classes: it needs loss=cross_entropy"
@@ -80,11 +79,7 @@ class EWC(Learner):
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         fishers = []
         for s, seed in enumerate(population.seeds):
-            chosen = subset(
-                samples,
-                min(self.samples, len(samples)),
-                seed=derived_generator(seed, "fisher", task),
-            )
+            chosen = drawn(samples, self.samples, seed, "fisher", task)
             generator = derived_generator(seed, "labels", task)
             fishers.append(diagonal_fisher(population, s, chosen, task, self.labels, generator))
         fisher = torch.stack(fishers)
@@ -101,16 +96,6 @@ class EWC(Learner):
                 "largest_importance": self._importance.amax(1).tolist(),
             }
         )
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "learner": "EWC",
-            "strength": self.strength,
-            "samples": self.samples,
-            "labels": self.labels,
-            "gamma": self.gamma,
-            **told_apart(self.select),
-        }
 
     def if_diverged(self, population: Population, lr: float) -> str:
         if self._importance is None:
@@ -161,8 +146,8 @@ def diagonal_fisher(
     if labels != "model":
         chosen = samples.targets
         if labels == "sampled":
-            drawn = torch.multinomial(probabilities.double().cpu(), 1, generator=generator)
-            chosen = drawn.squeeze(1).to(logits.device)
+            picked = torch.multinomial(probabilities.double().cpu(), 1, generator=generator)
+            chosen = picked.squeeze(1).to(logits.device)
         signals = one_hot(chosen, classes).to(logits.dtype).unsqueeze(1)
         weights = torch.ones_like(probabilities[:, :1])
     else:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from curvlab.learners.population import Population
 from curvlab.learners.rooms import aligned
+from curvlab.storage import below
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,5 +45,4 @@ class Kept:
     def restored(cls, population: Population, tensors: dict[str, Tensor]) -> "Kept":
         """From what :meth:`state` gave."""
         here = {name: tensor.to(population.device) for name, tensor in tensors.items()}
-        parameters = aligned(here.pop("parameters"))
-        return cls(population, parameters, {k.removeprefix("of/"): v for k, v in here.items()})
+        return cls(population, aligned(here["parameters"]), below(here, "of/"))

@@ -9,8 +9,6 @@ its logits stay the same bits for ever. What usually breaks this, and how it is 
 * BatchNorm's running statistics drift: a population that lets them is refused.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -76,9 +74,6 @@ class Ownership(Learner):
     def weights_for(self, population: Population, task: int) -> Tensor:
         others = (self.owner == 0) | (self.owner > task + 1)
         return population.parameters.masked_fill(others, 0.0)
-
-    def config(self) -> dict[str, Any]:
-        return {"learner": type(self).__name__}
 
     def state(self) -> dict[str, Tensor]:
         return {"owner": self.owner, "task": torch.tensor(self.task)}

@@ -25,6 +25,7 @@ from curvlab.learners.statistics import BatchNormPolicy, RunningStatistics
 from curvlab.learners.step import Batch
 from curvlab.learners.uses import Uses, used
 from curvlab.parameters import Layout, Selection, layout_of, select_parameters
+from curvlab.storage import below
 from curvlab.tasks.samples import Task
 
 # of logits (B, C) and targets (B,): a mean over the batch
@@ -351,14 +352,10 @@ class Population:
 
     def load_state(self, tensors: dict[str, Tensor], task: int) -> None:
         """Take back what :meth:`state` gave, in the middle of ``task``."""
-        buffers = {
-            k.removeprefix("buffers/"): v for k, v in tensors.items() if k.startswith("buffers/")
-        }
-        self.adopt(tensors["parameters"], buffers)
+        self.adopt(tensors["parameters"], below(tensors, "buffers/"))
         if self.velocity is not None:
             self.velocity.copy_(tensors["velocity"])
-        kept = {k.removeprefix("kept/"): v for k, v in tensors.items() if k.startswith("kept/")}
-        self.statistics.load_state(kept, self.parameters)
+        self.statistics.load_state(below(tensors, "kept/"), self.parameters)
         self.statistics.resume_task(task)
         self._training = None
 

@@ -22,6 +22,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from curvlab.checks import inside
 from curvlab.learners.sample_gradients import Factors
 from curvlab.operators.products.mlp_plan import Layer
 from curvlab.rows import Rows
@@ -321,8 +322,7 @@ def kept_by_energy(squares: Tensor, epsilon: float, floor: float | None = None) 
         floor: Values at or below this share of the largest are never kept; by default the
             rounding of an eigenvalue solver in float64.
     """
-    if not 0.0 <= epsilon <= 1.0:
-        raise ValueError(f"epsilon= is a share of energy, between 0 and 1; got {epsilon}")
+    inside("[0, 1]", epsilon=epsilon)
     if floor is None:
         floor = torch.finfo(torch.float64).eps * len(squares)
     positive = squares.double().clamp(min=0.0)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
+from curvlab.checks import whole
 from curvlab.parameters import layout_of, select_parameters
 from curvlab.tasks import Samples
 
@@ -141,8 +142,7 @@ def perturb(
             "perturb needs point (n,) and directions (k, n); "
             f"got {tuple(point.shape)} and {tuple(directions.shape)}"
         )
-    if random < 1:
-        raise ValueError(f"random must be 1 or more; got {random}")
+    whole(random=random)
     radius = torch.as_tensor(radii, dtype=torch.float64)
 
     def values(parameters: Tensor) -> Tensor:

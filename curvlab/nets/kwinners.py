@@ -26,6 +26,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from curvlab.checks import inside, whole
 from curvlab.nets.initialise import Seed, build
 
 
@@ -81,15 +82,11 @@ class KWinners(nn.Module):
         layer: int = 0,
     ) -> None:
         super().__init__()
-        if boost < 0.0 or not 0.0 <= boost_decay <= 1.0 or period < 1:
-            raise ValueError(
-                "boost must be at least 0, boost_decay in [0, 1] and period at least 1; got "
-                f"{boost}, {boost_decay} and {period}"
-            )
-        if not 0.0 < active <= 1.0 or inference < 1.0:
-            raise ValueError(
-                f"active must be in (0, 1] and inference 1 or more; got {active}, {inference}"
-            )
+        whole(period=period)
+        inside("[0, inf)", boost=boost)
+        inside("[0, 1]", boost_decay=boost_decay)
+        inside("(0, 1]", active=active)
+        inside("[1, inf)", inference=inference)
         self.n, self.boost, self.boost_decay, self.period = n, boost, boost_decay, period
         self.active, self.inference = active, inference
         self.register_buffer("duty", torch.zeros(n))

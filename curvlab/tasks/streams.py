@@ -14,11 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from curvlab.checks import whole
 from curvlab.storage import load_tensors, save_tensors
 from curvlab.tasks.embedded import embedded_cifar10, embedded_mnist
 from curvlab.tasks.images import DataError, ImageData
 from curvlab.tasks.rotation import rotated
-from curvlab.tasks.samples import Samples, Task
+from curvlab.tasks.samples import Samples, Task, generator_of
 
 Normalisation = tuple[Sequence[float], Sequence[float]]  # mean and deviation of each channel
 
@@ -101,10 +102,9 @@ def permuted_mnist(
         side: As in :func:`rotated_mnist`; inputs are ``(N, side * side)``.
         normalise: As in :func:`rotated_mnist`.
     """
-    if tasks < 1:
-        raise ValueError(f"tasks= must be at least 1; got {tasks}")
+    whole(tasks=tasks)
     data = embedded_mnist() if data is None else data
-    generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     [train] = _turned(data.train_images, [0.0], side, normalise)
     [test] = _turned(data.test_images, [0.0], side, normalise)
     stream = []

@@ -9,7 +9,8 @@ import math
 
 import torch
 
-from curvlab.tasks.samples import Samples, Task
+from curvlab.checks import inside, whole
+from curvlab.tasks.samples import Samples, Task, generator_of
 
 # name, centre of the pair, direction from class 0 to class 1 in degrees
 PLACES = (
@@ -36,13 +37,9 @@ def toy_challenge(
         distance: Between the middles of a task's two clouds.
         seed: An int or a generator.
     """
-    if min(samples, test) < 2:
-        raise ValueError(
-            f"samples= and test= must be at least 2, one per class; got {samples}, {test}"
-        )
-    if not (spread > 0 and distance > 0):
-        raise ValueError(f"spread= and distance= must be positive; got {spread}, {distance}")
-    generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    whole(2, samples=samples, test=test)  # one per class
+    inside("(0, inf)", spread=spread, distance=distance)
+    generator = generator_of(seed)
 
     def draw(count: int, centre: tuple[float, float], degrees: float) -> Samples:
         targets = torch.randperm(count, generator=generator, device="cpu") % 2
