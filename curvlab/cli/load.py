@@ -144,8 +144,6 @@ def call(spec: str, option: str) -> Any:
         return found
     try:
         return found()
-    except TypeError as error:
-        raise UsageError(f"{option}: {spec}() raised TypeError: {error}") from error
     except Exception as error:
         raise UsageError(f"{option}: {spec}() raised {type(error).__name__}: {error}") from error
 

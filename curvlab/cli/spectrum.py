@@ -12,6 +12,7 @@ from curvlab.basis import Basis
 from curvlab.cli.load import operator
 from curvlab.cli.output import emit, say
 from curvlab.cli.parser import UsageError
+from curvlab.cli.results import load
 from curvlab.cli.target import provenance, require_free
 from curvlab.eigen import (
     Checkpoint,
@@ -26,7 +27,6 @@ from curvlab.eigen import (
 )
 from curvlab.eigen.checkpoint import previous
 from curvlab.operators import Curvature
-from curvlab.storage import StorageError, read_manifest
 
 Result = TypeVar("Result")
 
@@ -267,14 +267,5 @@ def _target(name: str) -> Path:
 
 
 def _directions(name: str | None) -> Basis | Tensor | None:
-    if name is None:
-        return None
-    try:
-        kind = read_manifest(name)["kind"]
-        if kind == "basis":
-            return Basis.load(name)
-        if kind == "eigenpairs":
-            return Eigenpairs.load(name).vectors
-    except StorageError as error:
-        raise UsageError(f"--deflate: {error}") from error
-    raise UsageError(f"--deflate takes a saved basis or eigenpairs; {name} holds a {kind}")
+    found = None if name is None else load(name, "basis", "eigenpairs")
+    return found.vectors if isinstance(found, Eigenpairs) else found

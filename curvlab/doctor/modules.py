@@ -77,17 +77,21 @@ def _train_mode(model: nn.Module, policies: frozenset[str]) -> Iterator[Finding]
         )
 
 
+def fused_attention(where: str) -> Finding:
+    """``where`` says what uses it, or calls it, and goes on to "which has"."""
+    return Finding(
+        "fused attention",
+        "slow",
+        f"{where} no second derivative; the written-out one keeps heads x tokens x tokens numbers",
+        "nothing; budget= or smaller chunks if memory is short",
+        "yes",
+    )
+
+
 def _layers(model: nn.Module) -> Iterator[Finding]:
     attention = [n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
     if attention:
-        yield Finding(
-            "fused attention",
-            "slow",
-            f"{_some(attention)} use{_s(attention)} fused attention, which has no second "
-            "derivative; the written-out one keeps heads x tokens x tokens numbers",
-            "nothing; budget= or smaller chunks if memory is short",
-            "yes",
-        )
+        yield fused_attention(f"{_some(attention)} use{_s(attention)} fused attention, which has")
     recurrent = [n for n, m in model.named_modules() if isinstance(m, nn.RNNBase)]
     if recurrent:
         yield Finding(

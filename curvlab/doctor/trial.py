@@ -8,6 +8,7 @@ from torch import nn
 
 from curvlab.batches import Batches, sample_count
 from curvlab.doctor.differences import compare
+from curvlab.doctor.modules import fused_attention
 from curvlab.doctor.report import Finding
 from curvlab.operators import Hessian
 from curvlab.operators.problem import ChunkSize, Problem
@@ -72,7 +73,7 @@ def _runs(model: nn.Module, loss: Any, few: Any, mode: Any, options: Any) -> boo
 def _compared(
     model: nn.Module, loss: Any, few: Any, options: Any, chunk: ChunkSize
 ) -> Iterator[Finding]:
-    """Derivatives against differences, in float64."""
+    """The gradient against differences, in float64."""
     fine = {**options, "dtype": _FINE, "whole_batches": chunk == "batch"}
     try:
         yield from compare(Problem(model, loss, [few], **fine))
@@ -89,13 +90,8 @@ def _compared(
 def _seen(problem: Problem) -> Iterator[Finding]:
     modules = any(isinstance(m, nn.MultiheadAttention) for m in problem.model.modules())
     if problem.attention and not modules:
-        yield Finding(
-            "fused attention",
-            "slow",
-            "the forward pass calls scaled_dot_product_attention, whose fused back ends have no "
-            "second derivative; the written-out one keeps heads x tokens x tokens numbers",
-            "nothing; budget= or smaller chunks if memory is short",
-            "yes",
+        yield fused_attention(
+            "the forward pass calls scaled_dot_product_attention, whose fused back ends have"
         )
     if problem.inputs_change:
         yield Finding(
