@@ -293,7 +293,7 @@ def test_rerun_takes_only_whole_options_of_verbs_that_make_files(run, place):
             "--yes",
         ),
         (["eig", *own[:2], "--data", "curvlab.tasks.download:main"], "--data curvlab.tasks.downl"),
-        (["eig", *own[:2], "--data", "curvlab.tasks.embedded.build:build"], "--yes"),
+        (["eig", *own[:2], "--data", "curvlab.tasks.embedded:load"], "--yes"),
         (["eig", *own, "--loss", "curvlab.losses:torch.hub.list"], "--yes"),
         (["eig", *own, "--count", "curvlab.tasks:Path.cwd"], "--yes"),
     ):

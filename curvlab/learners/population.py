@@ -7,18 +7,17 @@ or picture at any time.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.nn.modules.dropout import _DropoutNd
 
 from curvlab.layerwise.layers import refuse_one_memory
+from curvlab.learners.draws import Draws
 from curvlab.learners.rooms import aligned, rooms
 from curvlab.learners.seeds import derived_seed
 from curvlab.learners.statistics import BatchNormPolicy, RunningStatistics
@@ -32,13 +31,6 @@ from curvlab.tasks.samples import Task
 Loss = Callable[[Tensor, Tensor], Tensor]
 # of a run's number and its logits on its part of the batch
 Objective = Callable[[int, Tensor], Tensor]
-
-
-@runtime_checkable
-class Reseeded(Protocol):
-    """A module that draws random numbers in ``forward``; told its seed before every step."""
-
-    def reseed(self, seed: int) -> None: ...
 
 
 class Population:
@@ -97,10 +89,8 @@ class Population:
         self.uses = Uses(self.layout)
         self.batch: Batch | None = None
         self.strayed: Tensor | None = None
-        modules = [list(model.modules()) for model in self.models]
-        self._drops = any(_may_draw(module) for module in modules[0])
-        self._reseeded = [[m for m in ms if isinstance(m, Reseeded)] for ms in modules]
-        self._draws = 0
+        self._draws = Draws(self.models)
+        self._beside = 0  # within gradient_of: its draws are others than the batch's
         self._training: bool | None = None
         self.bind()
         self.train_mode(False)
@@ -186,9 +176,9 @@ class Population:
         """
         self.train_mode(True)
         self.gradients.zero_()
-        values, ask = [], self.answer if self._draws else self._forward
+        values, ask = [], self.answer if self._beside else self._forward
         for s in range(self.size):
-            with torch.enable_grad(), self._randomness(s, task, step):
+            with torch.enable_grad(), self._drawing(s, task, step):
                 logits = ask(s, inputs[s].clone(), task)  # aligned like the rows
                 value = self.loss(logits, targets[s]) if objective is None else objective(s, logits)
                 torch.autograd.backward(value)
@@ -214,11 +204,11 @@ class Population:
         numbers than for the batch. Running statistics see these samples as :meth:`answer` says.
         """
         kept, seen = self.gradients.clone(), self.seen
-        self._draws, self.seen = self._draws + 1, None
+        self._beside, self.seen = self._beside + 1, None
         try:
             self.gradient_(inputs, targets, task, step)
         finally:
-            self._draws, self.seen = self._draws - 1, seen
+            self._beside, self.seen = self._beside - 1, seen
         found = self.gradients.clone()
         self.gradients.copy_(kept)
         return found
@@ -287,29 +277,12 @@ class Population:
         result: Tensor = model(inputs, task) if self.takes_task else model(inputs)
         return result
 
-    @contextmanager
-    def _randomness(self, s: int, task: int, step: int) -> Iterator[None]:
-        if not self._drops and not self._reseeded[s]:
-            yield
-            return
-        more = (self._draws,) if self._draws else ()
+    def _drawing(self, s: int, task: int, step: int) -> AbstractContextManager[None]:
+        if not self._draws.any:
+            return nullcontext()
+        more = (self._beside,) if self._beside else ()
         seed = derived_seed(self.seeds[s], "dropout", task, step, *more)
-        for module in self._reseeded[s]:
-            module.reseed(seed)
-        # Dropout knows only the global generator: lend it, and give it back as it was
-        if not self._drops:
-            yield
-        elif self.device.type == "cpu":  # torch.manual_seed takes a millisecond, this a hundredth
-            state = torch.default_generator.get_state()
-            torch.default_generator.manual_seed(seed)
-            try:
-                yield
-            finally:
-                torch.default_generator.set_state(state)
-        else:
-            with torch.random.fork_rng([self.device]):
-                torch.manual_seed(seed)
-                yield
+        return self._draws.from_seed(s, seed, self.device)
 
     def bind(self) -> None:
         """Make the models' parameters and their ``.grad`` views of this population (again)."""
@@ -384,15 +357,3 @@ def _check_alike(named: list[dict[str, nn.Parameter]], layout: Layout) -> None:
                     f"{name!r} is {parameter.dtype} on {parameter.device}, others are "
                     f"{first.dtype} on {first.device}"
                 )
-
-
-def _may_draw(module: nn.Module) -> bool:
-    """Whether its training passes may take numbers from torch's global generator."""
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-        return module.dropout > 0
-    if isinstance(module, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
-        return True
-    # A forward of the user's own may call functional.dropout, which no attribute tells.
-    return not type(module).__module__.startswith(("torch.nn.", "curvlab.nets"))

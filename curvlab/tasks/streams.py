@@ -127,26 +127,24 @@ def permuted_mnist(
 def split_cifar10(
     data: ImageData | None = None,
     *,
-    per_task: int = 2,
     order: Sequence[int] | None = None,
     normalise: Normalisation | None = None,
     targets: Targets = "task",
 ) -> list[Task]:
     """Five tasks of two classes; see :func:`split_classes`. ``None`` takes the embedded subset."""
     data = embedded_cifar10() if data is None else data
-    return split_classes(data, per_task, order=order, normalise=normalise, targets=targets)
+    return split_classes(data, 2, order=order, normalise=normalise, targets=targets)
 
 
 def split_cifar100(
     data: ImageData,
     *,
-    per_task: int = 5,
     order: Sequence[int] | None = None,
     normalise: Normalisation | None = None,
     targets: Targets = "task",
 ) -> list[Task]:
     """Twenty tasks of five classes; see :func:`split_classes`."""
-    return split_classes(data, per_task, order=order, normalise=normalise, targets=targets)
+    return split_classes(data, 5, order=order, normalise=normalise, targets=targets)
 
 
 def split_classes(
