@@ -178,10 +178,6 @@ def kwinners_mlp(
     sizes: Sequence[int] = (196, 200, 200, 10),
     active: float = 0.1,
     *,
-    inference: float = 1.5,
-    boost: float = 1.0,
-    boost_decay: float = 0.9,
-    period: int = 1000,
     bias: bool = False,
     seed: Seed = 0,
     dtype: torch.dtype | None = None,
@@ -191,7 +187,7 @@ def kwinners_mlp(
 
     Args:
         sizes: Units from the inputs to the outputs.
-        active, inference, boost, boost_decay, period: As in :class:`KWinners`.
+        active: Fraction of the hidden units that win; the rest is as :class:`KWinners` has it.
         bias: Without by default, as GPM needs (free biases forget).
     """
     if len(sizes) < 3:
@@ -201,17 +197,7 @@ def kwinners_mlp(
         layers: list[nn.Module] = []
         for layer, (inputs, outputs) in enumerate(pairwise(sizes[:-1])):
             layers.append(nn.Linear(inputs, outputs, bias=bias))
-            layers.append(
-                KWinners(
-                    outputs,
-                    active,
-                    inference=inference,
-                    boost=boost,
-                    boost_decay=boost_decay,
-                    period=period,
-                    layer=layer,
-                )
-            )
+            layers.append(KWinners(outputs, active, layer=layer))
         layers.append(nn.Linear(sizes[-2], sizes[-1], bias=bias))
         return nn.Sequential(*layers)
 

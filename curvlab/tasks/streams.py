@@ -5,17 +5,13 @@ Each function takes :class:`ImageData` and returns a list of :class:`Task` with 
 head for each; split streams can also have targets that count over all tasks (``targets="all"``).
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from curvlab.checks import whole
-from curvlab.storage import load_tensors, save_tensors
 from curvlab.tasks.embedded import embedded_cifar10, embedded_mnist
 from curvlab.tasks.images import DataError, ImageData
 from curvlab.tasks.rotation import rotated
@@ -37,7 +33,6 @@ def rotated_mnist(
     side: int = 14,
     normalise: Normalisation | None = None,
     flat: bool = True,
-    cache: str | Path | None = None,
 ) -> list[Task]:
     """One task per angle: all images turned counter-clockwise (bilinear), then shrunk.
 
@@ -51,34 +46,19 @@ def rotated_mnist(
         side: Pixels along the side of the inputs; divides the images' side.
         normalise: ``None`` leaves 0..1; else e.g. ``MNIST_NORMALISATION``.
         flat: Inputs ``(N, side * side)`` for an MLP, or ``(N, 1, side, side)``.
-        cache: Folder in which the finished stream is kept, named after its content.
     """
     data = embedded_mnist() if data is None else data
     degrees = [float(angle) for angle in angles]
     if not degrees:
         raise ValueError("angles= is empty: a stream needs at least one task")
-    settings = {"angles": degrees, "side": side, "normalise": normalise}
-    path = (
-        None
-        if cache is None
-        else Path(cache) / f"rotated-{_fingerprint(data, settings)}.safetensors"
-    )
-    if path is not None and path.is_file():
-        tensors, _ = load_tensors(path, "rotated stream")
-        parts = {part: tensors[part] for part in ("train", "test")}
-    else:
-        parts = {
-            "train": _turned(data.train_images, degrees, side, normalise),
-            "test": _turned(data.test_images, degrees, side, normalise),
-        }
-        if path is not None:
-            save_tensors(path, "rotated stream", parts, settings)
+    train = _turned(data.train_images, degrees, side, normalise)
+    test = _turned(data.test_images, degrees, side, normalise)
     shape = (-1, side * side) if flat else (-1, 1, side, side)
     return [
         Task(
             f"rotated by {angle:g}",
-            Samples(parts["train"][index].view(shape), data.train_labels),
-            Samples(parts["test"][index].view(shape), data.test_labels),
+            Samples(train[index].view(shape), data.train_labels),
+            Samples(test[index].view(shape), data.test_labels),
             len(data.classes),
         )
         for index, angle in enumerate(degrees)
@@ -234,12 +214,3 @@ def _normalised(inputs: Tensor, normalise: Normalisation | None) -> Tensor:
     shape = (-1, *[1] * (inputs.dim() - 2))
     mean, deviation = (f.to(inputs).view(shape) for f in (mean, deviation))
     return inputs.sub_(mean).div_(deviation)
-
-
-def _fingerprint(data: ImageData, settings: dict[str, object]) -> str:
-    """Of the images and what is done with them; labels come from ``data`` and are not cached."""
-    total = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for images in (data.train_images, data.test_images):
-        total.update(str(tuple(images.shape)).encode())
-        total.update(images.cpu().contiguous().numpy().data)
-    return total.hexdigest()[:16]
