@@ -1,7 +1,7 @@
 """Certified curvature for PyTorch: operators, eigensolvers, memory bases, continual learning.
 
 ``import curvlab`` loads nothing: torch alone takes two seconds, and ``curvlab --help`` has no use
-for it. The names of :mod:`curvlab.public` are here from the first time one of them is asked for.
+for it. The names of :mod:`curvlab.public` are loaded when one of them is first used.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What an operator's data are: read once, checked, kept, and cut into chunks of samples.
+"""An operator's data: read once, checked, kept, and cut into chunks of samples.
 
 A *batch* is anything a model and a loss take: ``(inputs, targets)``, a dict of tensors, an object
 of the user's own. Its *samples* run along the first dimension of its tensors. An operator must see

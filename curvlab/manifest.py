@@ -1,4 +1,4 @@
-"""What a file must say, field by field, before anything is built from it.
+"""What a file must contain, field by field, before anything is built from it.
 
 A checksum tells damage; it does not tell a file that another program, another version or an editor
 wrote. So every reader states the form of the facts and tensors that it needs, and a file that does

@@ -1,4 +1,4 @@
-"""The public names: what ``curvlab.<name>`` loads when it is first asked for."""
+"""The public names: what ``curvlab.<name>`` loads on first use."""
 
 from curvlab.basis import Basis as Basis
 from curvlab.batches import freeze as freeze

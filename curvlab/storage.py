@@ -73,7 +73,7 @@ class Pieces:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Pieces":
-        """One that is whole in memory after all."""
+        """A tensor that is whole in memory."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: [tensor])
 
     def whole(self) -> Tensor:
@@ -137,7 +137,7 @@ def save_pieces(
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """What a file says of itself: kind, versions, command, whatever its writer added.
+    """A file's own description: kind, versions, command and what its writer added.
 
     Only the header is read; :func:`load_tensors` verifies the checksum.
     """
@@ -166,7 +166,7 @@ def open_pieces(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Pieces]
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[tuple[str, str | None, dict[str, Pieces]]]:
-    """A file's manifest as text, its checksum, and its tensors where they lie, none of it read."""
+    """A file's manifest as text, its checksum, and its tensors, which are not read yet."""
     path = Path(path)
     present, is_file = _seen(path)
     if not is_file:
@@ -303,7 +303,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What a saved result needs to be understood later."""
+    """The versions behind a saved result."""
     from curvlab import __version__
 
     return {

@@ -1,4 +1,4 @@
-"""Curvature through training, told to whatever logger runs.
+"""Curvature through training, sent to any logger.
 
 A :class:`Watch` measures; in a loop of one's own it is asked at every step::
 
@@ -31,7 +31,7 @@ __all__ = ["Log", "Watch", "tensorboard", "wandb"]
 
 
 class Watch:
-    """Sharpness, trace and protection of a model, measured every so many steps on the same data.
+    """Sharpness, trace and protection of a model, measured at regular steps on the same data.
 
     Args:
         model: The model that is trained; wrapped ones are unwrapped.
@@ -40,7 +40,7 @@ class Watch:
         every: Steps between measurements; the first is at step 0.
         tol: Of the sharpness, relative.
         probes: Products for the trace; 0 leaves it out.
-        basis: Protected directions: which share of the way from here lies in them is told.
+        basis: Protected directions; reports which share of the path from here lies in them.
         log: Called with the figures and the step.
         options: Of the Hessian; ``mode="eval"`` unless they say otherwise.
 

@@ -24,7 +24,7 @@ def eig(parser: ArgumentParser) -> None:
         help="all eigenvalues beyond T, for example 2 / lr, in place of a number of pairs",
     )
     _search(parser)
-    parser.add_argument("--max-products", type=whole(1), help="stop after so many products")
+    parser.add_argument("--max-products", type=whole(1), help="most products (no limit)")
     parser.add_argument("--deflate", metavar="FILE", help="leave out a saved basis or eigenpairs")
     _output(parser, "eig.safetensors")
 

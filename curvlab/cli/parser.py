@@ -1,4 +1,4 @@
-"""From words to options; what is wrong with them is said in one line."""
+"""Parses the command line; a mistake is reported in one line."""
 
 import argparse
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def build() -> argparse.ArgumentParser:
             description=verb.summary,
             epilog="examples:\n" + "\n".join(f"  {example}" for example in verb.examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # what a file asks to be run must be what it seems
+            allow_abbrev=False,  # rerun reads commands from files: they must be what they seem
         )
         verb.arguments(own)
         own.add_argument("--json", action="store_true", help="one JSON object on stdout")

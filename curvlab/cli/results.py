@@ -120,12 +120,12 @@ def rerun(options: Namespace) -> int:
             "not one of curvlab's own networks, data or losses. If you trust it, add --yes"
         )
     again.picture, again.quiet, again.json = [], True, True
-    # What an earlier rerun left is replaced, of whichever model: showing a change is its purpose.
+    # The file of an earlier rerun is replaced, whatever its model: reruns are for showing changes.
     again.overwrite = options.overwrite
     require_free(again, new, manifest["kind"])
     again.overwrite = True
     before = new.stat().st_ino if new.exists() else None
-    with redirect_stdout(StringIO()):  # what is asked for here is the comparison
+    with redirect_stdout(StringIO()):  # the result here is the comparison
         code = VERBS[again.verb].load()(again)
     if not new.exists() or new.stat().st_ino == before:  # a file that is written is a new one
         say(options, "it did not finish", True)

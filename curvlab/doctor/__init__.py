@@ -1,10 +1,9 @@
-"""A visit before hours are spent: what would make the curvature of this model wrong or slow?
+"""A check before a long computation: what would make the curvature of this model wrong or slow?
 
     print(doctor(model, cross_entropy, loader))
 
-Nothing of the model, the data or the global generators changes. Every trap that is found comes with
-its cure and with who applies it: curvlab by itself, curvlab once it is told what is wanted (it
-refuses until then), or you.
+The model, the data and the global generators stay as they are. Every trap found comes with its cure
+and with who applies it: curvlab by itself, curvlab once you choose (it refuses until then), or you.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What can be seen of the data: will every product see the same, and each sample once?"""
+"""What the data show: will every product use the same samples, each of them once?"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -78,7 +78,7 @@ def _train_mode(model: nn.Module, policies: frozenset[str]) -> Iterator[Finding]
 
 
 def fused_attention(where: str) -> Finding:
-    """``where`` says what uses it, or calls it, and goes on to "which has"."""
+    """``where`` names what uses it and ends in a verb: "... fused attention, which has"."""
     return Finding(
         "fused attention",
         "slow",

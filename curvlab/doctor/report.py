@@ -1,4 +1,4 @@
-"""What a doctor's visit finds, and how it is told."""
+"""What the doctor finds, and how it is reported."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""What only shows when the model runs: a small operator is made, multiplied with and compared."""
+"""What only shows when the model runs: a small operator is made, used and compared."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -245,7 +245,7 @@ def _chosen(model: nn.Module, select: Selection) -> list[Layer]:
 def _extended(
     known: LayerBasis | None, layer: Layer, seen: Seen, share: float, task: str, double: bool
 ) -> LayerBasis | None:
-    """``known`` with what was seen; ``None`` if nothing is known of a layer never called."""
+    """``known`` extended by what was seen; ``None`` for a layer that was never called."""
     dtype = torch.float64 if double else torch.float32
     shape = LayerBasis(layer.outputs, layer.inputs, layer.bias is not None)
     shape.tokens = None if seen.tokens is None else seen.tokens.cpu()
@@ -278,7 +278,7 @@ def _grown(
     share: float,
     task: str,
 ) -> Basis:
-    """A copy of what is known with what ``triangle`` adds: who fails half-way changed nothing."""
+    """A copy of ``known`` with what ``triangle`` adds; a failure half-way then changes nothing."""
     basis = Basis(width, width, dtype=dtype) if known is None else known.copy()
     if triangle is not None:
         extend_to_share(basis, triangle.cpu(), share, task=task)

@@ -116,7 +116,7 @@ def _layer(name: str, module: nn.Module) -> Layer | None:
 
 
 def _acts_otherwise(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a subclass, or who replaced its methods, does something else with the weight."""
+    """Whether a subclass or a replaced method does something else with the weight."""
     return any(
         getattr(getattr(module, name), "__func__", None) is not getattr(kind, name)
         for name in ("forward", "_conv_forward")

@@ -1,4 +1,4 @@
-"""Functions and networks given to ``learn``, in words that can be kept with a run and compared."""
+"""Descriptions of functions and networks that can be saved with a run and compared."""
 
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
@@ -35,7 +35,7 @@ def described(function: Callable[..., Any]) -> Any:
 
 
 def structure(model: nn.Module) -> dict[str, str]:
-    """For every module its class and its plain settings; what functions do is not looked into."""
+    """The class and plain settings of every module; the code of functions is not inspected."""
     return {name or "itself": _module(module) for name, module in model.named_modules()}
 
 
@@ -54,7 +54,7 @@ def _module(module: nn.Module) -> str:
 
 
 def _holds(cell: Any, function: Any) -> bool:
-    """Whether a function closes over itself (recursion), or over what is not there yet."""
+    """Whether a function closes over itself (recursion), or over a name not yet assigned."""
     try:
         return cell.cell_contents is function
     except ValueError:

@@ -1,9 +1,9 @@
-"""ER: experience replay. Every step also learns from a few samples of the stream so far.
+"""ER: experience replay. Every step also learns from a few earlier samples of the stream.
 
-The samples are a reservoir: after N of them each is kept with the same probability. What is
-minimised is the mean loss over the batch and the samples drawn, each on its own task's head if
-there are several. They pass through the network after the batch, not with it: the two differ where
-layers mix the samples of a batch (BatchNorm). Inputs are kept as they were learned from, augmented.
+The samples are kept in a reservoir: each of the N samples so far is kept with the same probability.
+A step minimises the mean loss over the batch and the samples drawn, each on the head of its own
+task if there are several. Drawn samples pass through the network after the batch, not with it. That
+matters where layers mix the samples of a batch (BatchNorm). Augmented inputs are kept as augmented.
 """
 
 from torch import Tensor

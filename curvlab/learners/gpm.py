@@ -47,13 +47,12 @@ class GPM(Learner):
 
         select: Parameters that are protected, as in operators (``"body.*"``); the others are free.
 
-    Parameters of other layers (scales and shifts of norms, tokens, positions, attention of
-    ``nn.MultiheadAttention``, grouped convolutions, recurrent layers, subclasses with a ``forward``
-    of their own) are no matrices acting on inputs that can be seen: they are learned in the first
-    task that uses them and frozen afterwards, as are weights that are also used outside their
-    layer (tied by hand). A head of one task alone is neither projected nor frozen, for no other
-    task moves it; a layer has rows of the tasks that use it. So GPM's published setting runs, one
-    head per task.
+    Other parameters (scales and shifts of norms, tokens, positions, ``nn.MultiheadAttention``,
+    grouped convolutions, recurrent layers, subclasses with their own ``forward``) are not matrices
+    that act on inputs which can be observed. They are learned in the first task that uses them and
+    frozen afterwards, as are weights that are also used outside their layer (tied by hand). A head
+    that only one task uses is neither projected nor frozen, because no other task moves it; a layer
+    has rows of the tasks that use it. So GPM's published setting, one head per task, runs.
     """
 
     serves_later_tasks = True

@@ -1,4 +1,4 @@
-"""A network as it was: what a teacher of the present one needs."""
+"""A copy of the networks at an earlier moment, as a teacher for the present ones."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class Kept:
 
     @torch.no_grad()
     def logits(self, s: int, inputs: Tensor, task: int) -> Tensor:
-        """What run ``s`` answered then, ``(N, C)``, in eval mode; the present mode stays."""
+        """Logits ``(N, C)`` of run ``s`` at that moment, in eval mode; the mode is restored."""
         model = self.population.models[s]
         training = model.training
         model.eval()

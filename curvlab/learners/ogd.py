@@ -29,7 +29,7 @@ from curvlab.storage import below
 from curvlab.tasks.samples import Samples
 
 Logits = Literal["true", "all"]
-# Columns of dense rows that are looked at in float64 at once.
+# Columns of dense rows that are converted to float64 at once.
 COLUMNS = 1 << 16
 
 
@@ -41,11 +41,11 @@ class OGD(Learner):
             0 keeps everything.
         samples: Of each task, drawn per seed.
         logits: ``"true"`` stores one gradient per sample (OGD-GTL), ``"all"`` one per logit.
-        structured: Keep factors in place of rows, for plain MLPs (:mod:`.structured`); ``None``
-            does so where it is possible. Otherwise ``samples * P`` numbers are needed at the end
-            of a task, and the directions that are kept stay as rows.
-        largest: Bytes that dense rows may take: at the end of a task, the memory of all runs
-            and, for one of them, the new gradients and their directions.
+        structured: Keep factors instead of rows, for plain MLPs (:mod:`.structured`); ``None`` does
+            so where possible. Otherwise the end of a task needs ``samples * P`` numbers, and the
+            directions kept are stored as rows.
+        largest: Bytes that dense rows may take at the end of a task: the memory of all runs, plus
+            the new gradients and directions of one run.
         select: Parameters that are protected, as in operators (``"body.*"``); the others, heads for
             example, stay free.
     """

@@ -1,7 +1,7 @@
 """Strict parameter isolation: every parameter has at most one owner, and only the owner moves it.
 
 Task ``o`` is predicted with the parameters of tasks up to ``o`` and zero in place of the others, so
-its logits stay the same bits for ever. What usually breaks this, and how it is kept out here:
+its logits keep the same bits for ever. What usually breaks this, and how it is prevented here:
 
 * weight decay and momentum move frozen weights: the loop adds decay before ``transform_``, which
   zeroes what is not owned, and a parameter that changes owner loses its momentum;
@@ -50,7 +50,7 @@ class Ownership(Learner):
         self.task = task
 
     def own_(self, population: Population, owner: Tensor) -> None:
-        """Take ``owner`` ``(S, P)`` as the new owners; what the task does not own is at rest."""
+        """Set the owners ``(S, P)``; parameters that the task does not own lose their momentum."""
         self.owner = owner
         self._foreign = owner != self.task + 1
         if population.velocity is not None:

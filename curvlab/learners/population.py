@@ -50,11 +50,11 @@ class Population:
         runs: For each run its rows of the three ``(P,)``, the last in a list, empty without one.
         autocast: The dtype of matrix products in :meth:`gradient_`; ``None`` is the parameters'.
         loss: What is minimised, a mean over a batch: ``learn(loss=...)``.
-        seen: Per call of :meth:`gradient_`, what :meth:`losses` makes a number of; ``None`` (until
-            ``learn`` asks for it) keeps nothing.
+        seen: For each call of :meth:`gradient_`, what :meth:`losses` computes the loss from;
+            ``None`` keeps nothing, until ``learn`` sets it.
         uses: Which parameters each task uses.
         batch: What the runs learn from, during a step.
-        strayed: The largest gradients of what a task does not use, since they were last looked at.
+        strayed: Largest gradients of parameters that the task does not use, since the last check.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Population:
         self.batch: Batch | None = None
         self.strayed: Tensor | None = None
         self._draws = Draws(self.models)
-        self._beside = 0  # within gradient_of: its draws are others than the batch's
+        self._beside = 0  # above 0 inside gradient_of, which draws other numbers than the batch
         self._training: bool | None = None
         self.bind()
         self.train_mode(False)
@@ -187,7 +187,7 @@ class Population:
             self.seen.append(torch.stack(values))
 
     def losses(self) -> Tensor:
-        """What the batches since the last call gave, ``(S, m)`` float64 on the CPU."""
+        """Losses of the batches since the last call, ``(S, m)`` float64 on the CPU."""
         seen, self.seen = self.seen or [], []
         alike = groupby(seen, lambda one: one.shape)
         values = [self.loss_of(torch.stack(list(some))) for _, some in alike]
@@ -251,8 +251,9 @@ class Population:
     def answer(self, s: int, inputs: Tensor, task: int) -> Tensor:
         """Logits ``(N, C)`` of samples beside the batch, as training sees them.
 
-        BatchNorm: with statistics per task by those of ``task``, which do not move, and so a single
-        sample under any policy, for it has none of its own. Else like a batch.
+        With BatchNorm statistics kept per task, those of ``task`` are used and do not move. A
+        single sample, which has no statistics of its own, uses the stored ones under any policy.
+        Otherwise the samples are treated as a batch.
         """
         try:
             with self.statistics.replayed(s, task, len(inputs)):

@@ -37,7 +37,7 @@ class Reservoir:
     def add(self, population: Population, batch: Batch, **more: Tensor) -> None:
         """Offer a batch; ``more`` is kept beside it, ``(S, B, ...)`` each."""
         runs, count = batch.targets.shape
-        tasks = torch.full((runs, count), batch.step.task)  # on the CPU: they are looked at
+        tasks = torch.full((runs, count), batch.step.task)  # on the CPU, where draw() reads them
         offered = {"inputs": batch.inputs, "targets": batch.targets, "tasks": tasks, **more}
         if not self.kept:
             self.kept = {

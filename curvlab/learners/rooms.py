@@ -97,7 +97,7 @@ def workers(outs: Sequence[Tensor], summed: Sequence[Tensor]) -> int:
 
 @contextmanager
 def few_threads(most: int | None) -> Iterator[None]:
-    """PyTorch on at most so many threads inside; a second thread of Python is refused meanwhile."""
+    """Limit PyTorch to ``most`` threads; a second Python thread that trains is refused."""
     threads = torch.get_num_threads()
     if most is None or threads <= most:
         yield

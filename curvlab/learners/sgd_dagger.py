@@ -38,15 +38,15 @@ class SGDDagger(Learner):
         storage: Dtype of the stored vectors, by default the parameters'; float16 halves the
             memory and its reading for a leak of about 1e-5.
         largest: Most eigenvectors that ``epsilon`` may take per task.
-        first: Eigenpairs of the first task's Hessian, one set per run and at least ``k`` in each,
-            where they are known already: learners that differ in ``k`` alone share that solve.
+        first: Eigenpairs of the first task's Hessian if they are known already, one set per run
+            with at least ``k`` pairs: learners that differ only in ``k`` can share that solve.
         select: Parameters that are protected, as in operators (``"body.*"``); the others, heads for
             example, stay free. A task protects only what it uses.
 
-    A solve that ends before its pairs met ``tol``, or before ``largest`` of them hold the energy,
-    does not end the run: the vectors found are used, and the notes say how many had ``converged``,
-    how large the worst ``residual`` is and which ``share`` of the energy they hold. Vectors whose
-    eigenvalue the solver cannot tell from zero are not stored; their number is noted as ``null``.
+    If a solve ends before its pairs meet ``tol``, or before ``largest`` pairs hold the energy, the
+    run continues with the vectors found. The notes say how many have ``converged``, the worst
+    ``residual`` and the ``share`` of the energy that they hold. Vectors whose eigenvalue cannot be
+    told from zero are not stored; the notes count them as ``null``.
     """
 
     serves_later_tasks = True

@@ -12,7 +12,7 @@ built from the factors and used for steps (:data:`FEW`).
 
 ``B`` is found from the Gram matrix ``J J'`` in float64. In float32 steps the removed part is exact
 to about eps times the condition number of the kept part of J (largest over smallest singular value
-kept): 1e-5 where dense orthonormal rows give 1e-7. ``leak`` measures it.
+kept): 1e-5, where dense orthonormal rows give 1e-7. ``leak`` measures it.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How much of what a basis protects is still worth protecting: drift through later tasks.
+"""Drift through later tasks: how much of what a basis protects is still worth protecting.
 
 Eigenvectors are of the Hessian where they were computed. Training goes on elsewhere, and the old
 task's Hessian there has other leading vectors.

@@ -3,9 +3,9 @@
 Per sample only the k largest of n units pass; which units those are differs between tasks, so that
 the tasks' activations are nearly orthogonal. Two forces keep units from winning again and again:
 
-* boosting: in training, values are multiplied by exp(-strength * duty) *for choosing only*, with
-  duty the fraction of samples that a unit won, over the last ``period`` samples or, until there
-  were so many, over all; the strength falls by a factor with every epoch;
+* boosting: in training, values are multiplied by exp(-strength * duty) *for choosing only*. The
+  duty is the fraction of samples that a unit won, over the last ``period`` samples, or over all of
+  them while there are fewer. The strength falls by a factor with every epoch;
 * heterogeneous dropout: a unit that won often in past tasks is dropped before the choice, in
   training, with probability 1 - exp(-alpha * count / largest count).
 
@@ -187,7 +187,7 @@ def kwinners_mlp(
 
     Args:
         sizes: Units from the inputs to the outputs.
-        active: Fraction of the hidden units that win; the rest is as :class:`KWinners` has it.
+        active: Fraction of the hidden units that win; the rest is :class:`KWinners`' default.
         bias: Without by default, as GPM needs (free biases forget).
     """
     if len(sizes) < 3:

@@ -1,4 +1,4 @@
-"""What can be wrong before training, and what to reduce if memory runs out in it."""
+"""Checks before training, and advice on what to reduce if memory runs out during it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ def check(
     weight_decay: float,
     every: int | None,
 ) -> None:
-    """Refuse arguments of :func:`~curvlab.training.learn` that cannot be meant."""
+    """Refuse arguments of :func:`~curvlab.training.learn` that make no sense."""
     if not tasks:
         raise ValueError("learn needs at least one task")
     if learner.notes:
@@ -60,7 +60,7 @@ def check(
 
 @contextmanager
 def advice_on_memory(population: Population, learner: Learner, batch_size: int) -> Iterator[None]:
-    """Add to an error for want of memory what there is to reduce."""
+    """Add to an out-of-memory error what can be reduced."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""``learn``: what is trained, from what, with which settings; :mod:`.loop` does it."""
+"""``learn``: checks what is trained and with which settings; :mod:`.loop` does the training."""
 
 import hashlib
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What all runs have gathered so far, and its checkpoint file."""
+"""Results of all runs so far, and their checkpoint file."""
 
 import hashlib
 import json
@@ -83,7 +83,7 @@ class Checkpoint:
     Args:
         path: Of the file.
         config: Settings; a file written with others is refused.
-        answers: Of the networks before training, to know them by what they do.
+        answers: Logits of the networks before training, which identify them by what they compute.
     """
 
     path: Path
@@ -111,7 +111,7 @@ class Checkpoint:
         save_tensors(self.path, "training", tensors, manifest)
 
     def restore(self, record: Record, population: Population, learner: Learner) -> None:
-        """Put the file's state, if there is a file, into the three."""
+        """Load the file's state, if there is a file, into all three."""
         if not self.path.exists():
             return
         tensors, manifest = load_tensors(self.path, "training")
@@ -204,7 +204,7 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any], within: str = ""
 
 
 def answers(population: Population, tasks: Sequence[Task]) -> dict[str, Tensor]:
-    """What the networks answer to a few samples of every task, ``(S, N, C)`` each."""
+    """Logits of the networks on a few samples of every task, ``(S, N, C)`` each."""
     return {
         f"answers/{t}": population.logits(task.train.inputs[:4], t).cpu()
         for t, task in enumerate(tasks)
@@ -212,7 +212,7 @@ def answers(population: Population, tasks: Sequence[Task]) -> dict[str, Tensor]:
 
 
 def _alike(one: Tensor, two: Tensor) -> bool:
-    """Whether two answers are the same but for rounding, which may be another machine's."""
+    """Whether two answers agree up to rounding, which may be that of another machine."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     scale = float(two[two.isfinite()].abs().max()) if bool(two.isfinite().any()) else 1.0

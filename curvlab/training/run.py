@@ -1,4 +1,4 @@
-"""What training leaves behind: matrices, snapshots, notes; one :class:`Run` per seed."""
+"""Results of training: matrices, snapshots, notes; one :class:`Run` per seed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

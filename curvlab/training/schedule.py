@@ -84,7 +84,7 @@ class Schedule:
         Args:
             task: Its index.
             epoch: Of the task.
-            done: Part of the task's steps that lie behind, for ``scale``.
+            done: Fraction of the task's steps already made, for ``scale``.
         """
         rate = self.lr if task == 0 or self.lr_later is None else self.lr_later
         passed = sum(epoch >= point for point in self.decay_points_of(task))
