@@ -118,6 +118,7 @@ def collect(
                     "own, batches that are dicts with labels"
                 )
             else:
+                # times the samples: a mean's gradients would shrink with the batch they came in
                 _backward(whole(model, moved) * (sample_count(moved) or 1), seen)
 
     found, cut, total = empty(), None, 0

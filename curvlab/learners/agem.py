@@ -48,6 +48,7 @@ class AGEM(Learner):
             return
         reference = self._reference(population)
         gradients = population.gradients
+        # float64: where g and r nearly cancel, rounding would decide the sign
         along = (gradients.double() * reference).sum(1)
         square = reference.square().sum(1)
         # nothing to remove where they agree; where r is 0, so is the product

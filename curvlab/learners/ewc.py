@@ -85,6 +85,7 @@ class EWC(Learner):
         fisher = torch.stack(fishers)
         for where in population.left_out(self.select):
             fisher[:, where] = 0.0
+        # F/2 (w - w_o)^2 = F/2 w^2 - (F w_o) w + const: two sums over tasks are all it takes
         pull = fisher * population.parameters
         if self._importance is not None and self._pull is not None:
             fisher, pull = self.gamma * self._importance + fisher, self.gamma * self._pull + pull
@@ -154,6 +155,7 @@ def diagonal_fisher(
         signals = every.expand(len(samples), -1, -1)
         weights = probabilities
     signals = signals - probabilities.unsqueeze(1)  # d log p_c / d logits = e_c - p
+    # float64: squares of small gradients vanish in a float32 sum beside those of large ones
     total = torch.zeros(population.n, dtype=torch.float64, device=population.device)
     if isinstance(population, StackedMLP):
         _add_mlp_squares_(

@@ -191,6 +191,8 @@ class GPM(Learner):
             away = rooms(population.size, layer.width, layer.width, like=population.parameters)
             for s, basis in enumerate(bases):
                 rows = basis.rows()
+                # I - V'V and not V: ranks differ from run to run, and matrices of one shape are
+                # multiplied in one batch
                 one = torch.eye(layer.width, dtype=torch.float64) - rows.T @ rows
                 # inputs that are always zero leave entries near 1e-35, and products with subnormal
                 # numbers take many times as long

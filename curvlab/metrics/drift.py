@@ -54,6 +54,7 @@ def subspace_drift(
     pairs.require_converged()
     now = Rows.of(pairs.vectors, "lanczos", protected.n)
     angles = protected.principal_angles(now)
+    # No k orthonormal directions have a larger sum than the k largest magnitudes (Ky Fan).
     rows = protected.rows().to(pairs.vectors)
     along = torch.stack([(row * (operator @ row)).sum() for row in rows])
     largest = float(pairs.values.abs().sum())

@@ -155,6 +155,7 @@ def expand(
         later = updates[o:]
         slopes[o, o + 1 :] = later @ gradient.detach().to(later)
         images = (operator @ later.to(operator.dtype).to(operator.device)).to(later)
+        # H_o is symmetric, but its products are so only to rounding: take the mean of both orders
         form = later @ images.T
         curvatures[o, o + 1 :, o + 1 :] = 0.5 * (form + form.T)
     return Expansion(slopes, curvatures, distances(parameters), tasks * (tasks - 1) // 2)

@@ -119,6 +119,7 @@ def evaluate(
         logits = population.logits(inputs, task, parameters)
         picked = targets.expand(population.size, -1)
         if population.loss is cross_entropy:
+            # by hand in float64: losses near 0 are a difference of nearly equal numbers
             chosen = logits.gather(2, picked.unsqueeze(2)).squeeze(2).double()
             loss += (logits.double().logsumexp(2) - chosen).sum(1)
         else:
