@@ -247,7 +247,7 @@ def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
     path = Path(os.path.realpath(path))
     present, is_file = _seen(path)
     if present and not is_file:
-        raise StorageError(f"could not write {path}: it is no file, and is left as it is")
+        raise StorageError(f"could not write {path}: it is not a file, and is left as it is")
     # Not mkstemp: its files are readable by their owner alone, whatever the user's umask says.
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:

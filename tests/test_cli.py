@@ -394,7 +394,7 @@ MISTAKES = {
     ("eig", *NET, "--picture", "x.gif"): (2, "a picture ends in"),
     ("eig", *NET, "--loss", "crossentropy"): (2, "--loss is one of cross_entropy"),
     ("eig", *NET, "--device", "cuda"): (2, "sees no CUDA device"),
-    ("eig", *NET, "--device", "gpu"): (2, "is no device"),
+    ("eig", *NET, "--device", "gpu"): (2, "is not a device"),
     ("eig", *NET, "--select", "nothing*"): (1, "matches no parameter"),
     ("eig", *NET, "--checkpoint", "absent.safetensors"): (2, "there is no file"),
     ("eig", *NET, "--deflate", "absent.safetensors"): (2, "does not exist"),

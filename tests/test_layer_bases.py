@@ -196,7 +196,7 @@ def test_a_tied_weight_is_one_layer_that_sees_all_its_inputs():
     assert len(layer_bases(model, data, energy=1.0).layers["0.weight"].into) == 2
     biased = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     biased[1].weight = biased[0].weight
-    with pytest.raises(ValueError, match="'0' and '1' have one weight and biases of their own"):
+    with pytest.raises(ValueError, match="'0' and '1' share a weight but not their biases"):
         layers_of(biased)
 
 

@@ -209,7 +209,7 @@ def _empty(layer: Layer, inputs: bool, gradients: bool, device: torch.device) ->
         if wanted and width > WIDEST:
             raise ValueError(
                 f"layer {layer.modules[0]!r} has {width:,} {what}: "
-                f"its subspace takes a square matrix of that width, and {WIDEST:,} is the most. "
+                f"its subspace takes a square matrix of that width, and {WIDEST:,} is the limit. "
                 "Leave it out with select=, or take side='inputs' for a wide output layer"
             )
     return Seen(

@@ -70,8 +70,8 @@ def layers_of(model: nn.Module) -> list[Layer]:
             continue
         if layer.bias is not None and biases.setdefault(id(module.bias), name) != name:
             raise ValueError(
-                f"layers {biases[id(module.bias)]!r} and {name!r} have one bias and weights of "
-                "their own: their outputs cannot be held together. Give each its own bias"
+                f"layers {biases[id(module.bias)]!r} and {name!r} share a bias but not their "
+                "weights: their outputs cannot be held together. Give each its own bias"
             )
         known = embeddings if layer.tokens else found
         number = id(module.weight)
@@ -81,9 +81,9 @@ def layers_of(model: nn.Module) -> list[Layer]:
             known[number] = replace(known[number], modules=(*known[number].modules, name))
         else:
             raise ValueError(
-                f"layers {known[number].modules[0]!r} and {name!r} have one weight and biases of "
-                "their own: their outputs cannot be held together. Give each its own weight, or "
-                "leave their biases out"
+                f"layers {known[number].modules[0]!r} and {name!r} share a weight but not their "
+                "biases: their outputs cannot be held together. Give each its own weight, or leave "
+                "their biases out"
             )
     return [*found.values(), *embeddings.values()]
 
@@ -186,6 +186,6 @@ def refuse_one_memory(named: Iterable[tuple[object, Tensor]]) -> None:
             other = taken.setdefault(parameter.data_ptr(), name)
             if other != name:
                 raise ValueError(
-                    f"parameters {other!r} and {name!r} are two with one memory (tied by .data): "
-                    "an optimizer moves each by itself. Tie them by assigning the parameter"
+                    f"parameters {other!r} and {name!r} share one memory (tied by .data), but an "
+                    "optimizer moves each by itself. Tie them by assigning the parameter"
                 )

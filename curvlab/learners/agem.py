@@ -59,7 +59,7 @@ class AGEM(Learner):
         """The gradient ``(S, P)``, float64, of the mean loss on samples of the memory."""
         batch = population.batch
         if batch is None:
-            raise RuntimeError("outside a step: learn() calls it")
+            raise RuntimeError("called outside a step: only learn() calls it")
         at = (batch.step.task, batch.step.step)
         # how many of which task: the same for every run, so a function of the position alone
         which = torch.randint(0, len(self._kept), (self.batch,),

@@ -90,7 +90,7 @@ class Learner:
             logits: Shape ``(B, C)``, of ``population.batch.inputs[s]``, in train mode.
         """
         if population.batch is None:
-            raise RuntimeError("loss outside a step: learn() calls it")
+            raise RuntimeError("loss was called outside a step: only learn() calls it")
         return population.loss(logits, population.batch.targets[s])
 
     def transform_(self, population: Population) -> None:

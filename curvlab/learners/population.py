@@ -70,7 +70,7 @@ class Population:
                 f"{len(seeds)} seeds"
             )
         if len(set(map(id, models))) < len(models) or len(set(seeds)) < len(seeds):
-            raise ValueError("every run needs a seed and a module of its own; one came twice")
+            raise ValueError("every run needs its own seed and its own module; one was given twice")
         self.models, self.seeds = list(models), tuple(seeds)
         for model in self.models:
             refuse_one_memory(model.named_parameters())

@@ -98,7 +98,7 @@ class SGDDagger(Learner):
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         memory = self.memory
         if memory is None:
-            raise RuntimeError("after_task before before_task: learn() calls both")
+            raise RuntimeError("after_task was called before before_task; learn() calls both")
         found = [
             self._protect(memory, population, s, task, samples) for s in range(population.size)
         ]

@@ -256,7 +256,7 @@ def _layers_of(population: Population, connections: Sequence[int]) -> tuple[Laye
     form = plain_mlp(population.models[0])
     if form is None:
         raise ValueError(
-            "SpaceNet allocates neurons of a plain MLP (curvlab.nets.mlp); this model is another"
+            "SpaceNet allocates neurons of a plain MLP (curvlab.nets.mlp); this model is not one"
         )
     if len(form.layers) != len(connections):
         raise ValueError(

@@ -115,7 +115,7 @@ class Expansion:
             norm: ``"t"`` as the score is defined, ``"t-1"`` as the published numbers are.
         """
         if norm == "pairs":
-            raise ValueError("VNC(t) is of one t at a time: norm must be 't' or 't-1'")
+            raise ValueError("VNC(t) is defined for one t at a time: norm must be 't' or 't-1'")
         number = torch.arange(1, self.tasks + 1, dtype=torch.float64)
         divisor = number if norm == "t" else (number - 1).clamp(min=1)
         return self.curvatures.sum(0).diagonal() / divisor

@@ -54,5 +54,5 @@ def check_branch(runs: Sequence[Run], population: Population, config: dict[str, 
             )
         if not torch.equal(run.initial, population.parameters[s].cpu()):
             raise ValueError(
-                f"the run of seed {run.seed} in first= began from another network than this one"
+                f"the run of seed {run.seed} in first= started from a different network"
             )
