@@ -80,7 +80,7 @@ def _judge_one(target: Target, table: Mapping[Key, Row]) -> Verdict:
 
 
 def _why(target: Target, table: Mapping[Key, Row]) -> str:
-    """A rival that was there and wrong has errors in the rows, and no time."""
+    """Why there is no time: a rival that was wrong has errors in the rows instead."""
     if target.per is not None:
         for entry in table.values():
             wrong = entry.metric in ("residual", "error in float64")

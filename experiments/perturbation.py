@@ -42,7 +42,7 @@ READING = "with a bounded loss (probabilities of at least 1e-7), mean over the e
 @dataclass(frozen=True)
 class Config:
     training: Training
-    tasks: int | None = None  # look at the first so many solutions; None at all
+    tasks: int | None = None  # how many solutions to look at, from the first on; None is all
     directions: int = 10  # leading eigenvectors
     random: int = 10
     per_decade: int = 4  # radii from 1e-3 to 1e4
