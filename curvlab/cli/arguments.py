@@ -108,12 +108,6 @@ def profile(parser: ArgumentParser) -> None:
     parser.add_argument("--rounds", type=whole(1), default=5, help="samples of each time (5)")
 
 
-def bench(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "rest", nargs="*", help="for python -m benchmarks, after --; nothing: the list of subjects"
-    )
-
-
 def bench_eig(parser: ArgumentParser) -> None:
     _model(parser)
     parser.add_argument("--k", type=whole(1), default=10, help="how many pairs (10)")

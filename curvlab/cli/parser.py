@@ -58,8 +58,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     given = list(arguments)
     if " ".join(given[:2]) in VERBS:  # a verb of two words
         given[:2] = [" ".join(given[:2])]
-    first = next((word for word in arguments if not word.startswith("-")), None)
-    if first is not None and first not in VERBS and arguments[0] == first:
+    first = next((word for word in given if not word.startswith("-")), None)
+    if first is not None and first not in VERBS and given[0] == first:
         near = get_close_matches(first, VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         parser.error(f"there is no verb {first!r}{hint} The verbs are {', '.join(VERBS)}")

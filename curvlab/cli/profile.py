@@ -16,7 +16,6 @@ from torch.optim import AdamW
 from curvlab.basis import Basis
 from curvlab.batches import freeze, rows, sample_count
 from curvlab.bench.timing import seconds_of
-from curvlab.cli.bench import CHECKOUT, benchmarks_folder
 from curvlab.cli.load import CURVATURES, case
 from curvlab.cli.output import emit, say, table
 from curvlab.layerwise import LayerBases, Side, layer_bases
@@ -96,8 +95,6 @@ def profile(options: Namespace) -> int:
     emit(options, facts, f"{text}\n\n{_compared(protections, unit)}")
     if missing:
         say(options, f"not for this model: {', '.join(missing)} (-v says why)")
-    if benchmarks_folder() is None:
-        say(options, f"for the sweep over sizes and peers: {CHECKOUT}")
     return 0
 
 
