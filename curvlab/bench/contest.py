@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from curvlab.bench.gate import judged, wanted
-from curvlab.bench.problem import Problem
-from curvlab.bench.solvers import Answer, Contender, Solve, contenders
+from curvlab.bench.problem import Answer, Problem
+from curvlab.bench.solvers import Contender, Solve, contenders
 from curvlab.bench.timing import (
     Threads,
     best_threads,

@@ -5,8 +5,8 @@ from importlib import util
 import torch
 from torch import Tensor
 
-from curvlab.bench.problem import Problem
-from curvlab.bench.solvers import Answer, arpack
+from curvlab.bench.problem import Answer, Problem
+from curvlab.bench.solvers import arpack
 from curvlab.bench.timing import Threads
 from curvlab.eigen import lanczos
 from curvlab.probe import LinearOperator

@@ -24,15 +24,13 @@ import torch
 from torch import Tensor
 
 from curvlab.bench import peers
-from curvlab.bench.problem import Plain, Problem
+from curvlab.bench.problem import Answer, Plain, Problem, Product
 from curvlab.bench.timing import version_of
 from curvlab.eigen import Eigenpairs, block_lanczos, lanczos, power_iteration
 from curvlab.probe import LinearOperator
 
 Solve = Callable[[LinearOperator, int, float], tuple[Tensor, Tensor]]
-Answer = tuple[Tensor, Tensor, int]  # values (k,), vectors (k, n), products
 Solver = Callable[[float], Answer]  # of the effort
-Product = Callable[[Tensor], Tensor]  # (b, n) -> (b, n)
 MOST = 2_000  # products of one solve by a library that is not ours
 TIGHTER = (1.0, 1 / 3, 1 / 9, 1 / 27)  # tolerances tried, in units of the wanted one
 
