@@ -40,22 +40,20 @@ def compare(problem: Problem) -> Iterator[Finding]:
     if not error <= limit:
         yield Finding(
             Trap.ESTIMATOR.title,
-            "wrong",
             f"the gradient differs from differences of the loss by {error:.1e}: the forward pass "
             "and its derivative belong to different functions (a straight-through estimator, "
             "rounding, a custom autograd.Function)",
             "curvature of such a model is not that of its loss: replace the layer",
-            "no",
+            level="wrong",
+            handled="no",
         )
 
 
 def _inside(dtype: torch.dtype, what: str) -> Finding:
     return Finding(
         "loss computed in " + str(dtype).removeprefix("torch."),
-        "note",
         f"the model computes its loss in {dtype} inside, also where it is given float64: {what}",
         "nothing: limits are set from that precision; dtype=torch.float64 brings no more digits",
-        "yes",
     )
 
 
