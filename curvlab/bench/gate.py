@@ -88,7 +88,7 @@ def judged(
 
 
 def _copies(vectors: Tensor) -> int:
-    """How many of the vectors are others again: one vector twice is not a double eigenvalue."""
+    """How many vectors repeat others: one vector twice is not a double eigenvalue."""
     unit = torch.nn.functional.normalize(vectors.double(), dim=1)
     # The Gram matrix of j copies of one vector has the singular value j once and 0 the other times;
     # that of orthogonal vectors has ones.

@@ -155,7 +155,7 @@ def _may_cut(
 
 @contextmanager
 def watching(model: nn.Module, layers: Sequence[Layer], seen: Sequence[Seen]) -> Iterator[None]:
-    """Within it, calls of ``model`` fill ``seen``; every module is in eval mode and then as it was.
+    """Inside, calls of ``model`` fill ``seen``, in eval mode; the modes are then restored.
 
     A layer that is called several times in a pass is seen every time.
     """

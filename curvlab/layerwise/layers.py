@@ -179,7 +179,7 @@ def _refuse_hidden(model: nn.Module) -> None:
 
 
 def refuse_one_memory(named: Iterable[tuple[object, Tensor]]) -> None:
-    """Raise if two of the parameters lie in one place: each would be held by itself."""
+    """Raise if two parameters share memory without being one: each would be held by itself."""
     taken: dict[int, object] = {}
     for name, parameter in named:
         if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
