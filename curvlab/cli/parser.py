@@ -68,4 +68,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.print_help()
         parser.exit(2)
     options.arguments = list(arguments)
+    options.progress = False if options.quiet else None  # None shows it on a terminal only
     return options

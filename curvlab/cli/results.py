@@ -119,7 +119,7 @@ def rerun(options: Namespace) -> int:
             f"running that again calls {', '.join(foreign)}, code that the file names and that is "
             "not one of curvlab's own networks, data or losses. If you trust it, add --yes"
         )
-    again.picture, again.quiet, again.json = [], True, True
+    again.picture, again.quiet, again.json, again.progress = [], True, True, False
     # The file of an earlier rerun is replaced, whatever its model: reruns are for showing changes.
     again.overwrite = options.overwrite
     require_free(again, new, manifest["kind"])

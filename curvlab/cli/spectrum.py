@@ -53,7 +53,7 @@ def eig(options: Namespace) -> int:
                 max_products=options.max_products,
                 deflate=deflate,
                 checkpoint=Checkpoint(partial, every=25),
-                progress=False if options.quiet else None,
+                progress=options.progress,
             ),
         )
     )
@@ -99,7 +99,7 @@ def _all_above(options: Namespace, curvature: Curvature) -> Eigenpairs:
         which=options.which,
         tol=options.tol,
         seed=options.seed,
-        progress=False if options.quiet else None,
+        progress=options.progress,
     )
 
 
@@ -118,7 +118,7 @@ def density(options: Namespace) -> int:
             steps=options.steps,
             seed=options.seed,
             checkpoint=partial,
-            progress=False if options.quiet else None,
+            progress=options.progress,
         ),
     )
     if found is None:
@@ -174,7 +174,7 @@ def trace(options: Namespace) -> int:
             probes=options.probes,
             seed=options.seed,
             checkpoint=partial,
-            progress=False if options.quiet else None,
+            progress=options.progress,
         ),
     )
     if found is None:
@@ -196,7 +196,7 @@ def layers(options: Namespace) -> int:
         which=options.which,
         tol=options.tol,
         seed=options.seed,
-        progress=False if options.quiet else None,
+        progress=options.progress,
     )
     pictures = _draw(options, "layers", found)
     facts = {

@@ -17,7 +17,7 @@ from curvlab.storage import StorageError, read_manifest
 # Options that do not change a result, or that the digests of model and data already cover.
 _NO_PART = {
     "arguments", "budget", "checkpoint", "data", "device", "json", "log", "model", "out",
-    "overwrite", "picture", "quiet", "samples", "verbose",
+    "overwrite", "picture", "progress", "quiet", "samples", "verbose",
 }  # fmt: skip
 _TOLD = ("request", "arguments", "cwd")  # how it was requested, not what it is a result of
 
