@@ -76,7 +76,7 @@ def run(names: Sequence[str], size: Size, out: Path, minutes: float) -> int:
 
 
 def _measure(given: Sequence[str], seconds: float) -> int | None:
-    """The exit code of ``python -m given``; None if it was stopped after so many seconds."""
+    """The exit code of ``python -m given``; None if it was stopped because time ran out."""
     limit = None if math.isinf(seconds) else max(seconds, 1.0)
     try:
         return subprocess.run([sys.executable, "-m", *given], check=False, timeout=limit).returncode

@@ -1,4 +1,4 @@
-"""Eigensolvers on prescribed spectra: who is silently wrong, and what being right costs.
+"""Eigensolvers on prescribed spectra: which are silently wrong, and how many products they take.
 
     python -m benchmarks.conformance [--size small|full] [--out FILE.csv]
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.measure import Row
-from benchmarks.verdicts import number
+from benchmarks.targets import NETWORKS, TOP
+from benchmarks.verdicts import Key, key, number
 
 BEGIN = "<!-- from benchmarks/rows, by python -m benchmarks page -->"
 END = "<!-- until here -->"
-TOP = "eigensolver k=20 tol=0.001"
-NETWORKS = {"mlp": "MLP, N = 1000", "resnet": "slim ResNet18, N = 32", "vit": "ViT 12.5 M, N = 16"}
 LINES = {  # label: the contender whose product it is, the one whose solve it is
     "curvlab, certified": ("curvlab auto", "lanczos"),
     "curvlab, not certified": ("", "lanczos, uncertified"),
@@ -30,12 +29,12 @@ SOLVES = (  # column, network, metric, unit
     ("solve, ResNet: with set-up", "resnet", "time", "gradients"),
 )
 EIGSH = "scipy eigsh, our product"
-Table = Mapping[tuple[str, str, str, str, str], Row]
+Table = Mapping[Key, Row]
 
 
 def block(rows: Sequence[Row]) -> str:
     """Table and sentences, as they stand in the README."""
-    found = {(e.subject, e.contender, e.metric, e.unit, str(e.x)): e for e in rows}
+    found = {key(entry): entry for entry in rows}
     parts = [_table(found), _solves(found), _spectra(rows), _origin(rows)]
     return "\n\n".join([BEGIN, *(part for part in parts if part), END])
 

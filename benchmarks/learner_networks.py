@@ -3,7 +3,7 @@
     python -m benchmarks.learner_networks [--networks resnet vit] [--size small|full] [--rows 20 80]
                                           [--dtype float32 float16] [--rounds 5] [--out FILE.csv]
 
-One seed, batch 10, plain SGD against SGD-dagger with so many directions in its memory (random ones:
+One seed, batch 10, plain SGD against SGD-dagger with directions in its memory (random ones:
 their values do not matter for time). Interleaved. Columns: milliseconds of plain SGD's step, of
 SGD-dagger's step, of the projection in it; the projection in units of reading the memory twice;
 memory; how much of a random vector is left in the memory's span.

@@ -35,6 +35,7 @@ from curvlab.bench.timing import (
     pinned_threads,
     version_of,
 )
+from curvlab.cli.output import table
 from curvlab.storage import write_atomically
 
 _DONTNEED = 4  # MADV_DONTNEED on Linux: the pages are empty when next touched
@@ -269,12 +270,6 @@ def _number_or_text(text: str | float) -> float | str:
 
 
 def format_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A plain text table, first column to the left, the others to the right."""
-    cells = [list(header), *(list(line) for line in lines)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
-
-    def join(line: Sequence[str]) -> str:
-        first = line[0].ljust(widths[0])
-        return "  ".join([first, *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-
-    return "\n".join([join(cells[0]), "  ".join("-" * w for w in widths), *map(join, cells[1:])])
+    """A plain text table with a line under its header."""
+    head, *rest = table(list(header), [list(line) for line in lines]).splitlines()
+    return "\n".join([head, "-" * max(map(len, (head, *rest))), *rest])

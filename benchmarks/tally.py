@@ -34,7 +34,7 @@ KERNELS = (
 
 
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that counts; one thread, not to be nested.
+    """A context that counts, for one thread; it cannot be nested.
 
     Attributes:
         calls: Operators that made or changed numbers.

@@ -30,7 +30,6 @@ class Target:
     Attributes:
         command: The subject of ``python -m benchmarks`` that measures it.
         per: The figure is divided by this contender's, at the same ``x``.
-        per_metric: The other's metric, if it is not the same.
         inverse: Divide the other way round: how many times faster the contender is.
     """
 
@@ -41,7 +40,6 @@ class Target:
     unit: str
     figure: Figure
     per: str | None = None
-    per_metric: str | None = None
     inverse: bool = False
 
 

@@ -44,7 +44,7 @@ def single(entry: Row) -> bool:
 
 def judge(rows: Iterable[Row], targets: Sequence[Target] = TARGETS) -> list[Verdict]:
     """One verdict per target. Where rows say the same thing twice, the later one counts."""
-    table = {_key(entry): entry for entry in rows}
+    table = {key(entry): entry for entry in rows}
     return [_judge_one(target, table) for target in targets]
 
 
@@ -56,11 +56,7 @@ def _judge_one(target: Target, table: Mapping[Key, Row]) -> Verdict:
             continue
         value = own.p50
         if target.per is not None:
-            other = replace(
-                target.figure,
-                contender=target.per,
-                metric=target.per_metric or target.figure.metric,
-            )
+            other = replace(target.figure, contender=target.per)
             beside = _look_up(other, x, table)
             if beside is None:
                 continue
@@ -84,7 +80,7 @@ def _judge_one(target: Target, table: Mapping[Key, Row]) -> Verdict:
 
 
 def _why(target: Target, table: Mapping[Key, Row]) -> str:
-    """A rival that was there and wrong has errors in the rows, and no time."""
+    """Why there is no time: a rival that was wrong has errors in the rows instead."""
     if target.per is not None:
         for entry in table.values():
             wrong = entry.metric in ("residual", "error in float64")
@@ -98,7 +94,8 @@ def _look_up(figure: Figure, x: float | str, table: Mapping[Key, Row]) -> Row | 
     return table.get((figure.subject, figure.contender, figure.metric, figure.unit, str(x)))
 
 
-def _key(entry: Row) -> Key:
+def key(entry: Row) -> Key:
+    """Two rows with one key measure the same thing."""
     return entry.subject, entry.contender, entry.metric, entry.unit, str(entry.x)
 
 

@@ -1,7 +1,7 @@
 """Certified curvature for PyTorch: operators, eigensolvers, memory bases, continual learning.
 
 ``import curvlab`` loads nothing: torch alone takes two seconds, and ``curvlab --help`` has no use
-for it. The names of :mod:`curvlab.public` are here from the first time one of them is asked for.
+for it. The names of :mod:`curvlab.public` are loaded when one of them is first used.
 """
 
 import sys
@@ -21,9 +21,10 @@ def __getattr__(name: str) -> Any:
     from importlib.util import find_spec
 
     public = import_module("curvlab.public")
+    names = [one for one in vars(public) if not one.startswith("_")]
     if name == "__all__":
-        return [*public.__all__, "__version__"]
-    if name not in public.__all__:
+        return [*names, "__version__"]
+    if name not in names:
         if not name.startswith("_") and find_spec(f"curvlab.{name}") is not None:
             return import_module(f"curvlab.{name}")  # curvlab.losses, curvlab.plots
         raise AttributeError(f"module 'curvlab' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What an operator's data are: read once, checked, kept, and cut into chunks of samples.
+"""An operator's data: read once, checked, kept, and cut into chunks of samples.
 
 A *batch* is anything a model and a loss take: ``(inputs, targets)``, a dict of tensors, an object
 of the user's own. Its *samples* run along the first dimension of its tensors. An operator must see
@@ -97,7 +97,8 @@ def freeze(data: Any, *, bare: bool = False) -> Batches:
     if isinstance(data, Batches):
         return data
     source = as_batches(data, bare)
-    with _kept_generator():  # a DataLoader draws its base seed from the global generator
+    # a DataLoader draws its base seed from the global generator
+    with torch.random.fork_rng(devices=[]):
         kept = _joined([map_tensors(batch, _own) for batch in source])
     return kept if isinstance(source, list) else dataclasses.replace(kept, taken="one pass, kept")
 
@@ -117,7 +118,7 @@ def read(data: Any, *, bare: bool = False, together: bool = False) -> Batches:
         return _joined([map_tensors(batch, _own) for batch in source])
     if isinstance(source, DataLoader):
         source, taken = in_order(source, together=together)
-    with _kept_generator():
+    with torch.random.fork_rng(devices=[]):
         first = [map_tensors(batch, _own) for batch in source]
         again = 0
         for number, batch in enumerate(source):
@@ -302,13 +303,3 @@ def _same(first: Any, second: Any) -> bool:
 
 def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-class _kept_generator:
-    """Leave the global CPU generator as it was found."""
-
-    def __enter__(self) -> None:
-        self.state = torch.get_rng_state()
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_rng_state(self.state)

@@ -1,4 +1,4 @@
-"""What a file must say, field by field, before anything is built from it.
+"""What a file must contain, field by field, before anything is built from it.
 
 A checksum tells damage; it does not tell a file that another program, another version or an editor
 wrote. So every reader states the form of the facts and tensors that it needs, and a file that does
@@ -28,7 +28,7 @@ Shape = tuple[torch.dtype | int | str | None, ...]
 def require_facts(path: str | Path, facts: Any, form: Mapping[str, Form]) -> dict[str, Any]:
     """``facts``, or :class:`StorageError` with the first that is not as ``form`` says."""
     if not isinstance(facts, dict):
-        raise StorageError(f"{path} is damaged: {facts!r:.60} are not its facts")
+        raise StorageError(f"{path} is damaged: its facts are {facts!r:.60}")
     for name, wanted in form.items():
         if name not in facts:
             raise StorageError(f"{path} is damaged: it lacks its {name!r}")

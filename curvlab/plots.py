@@ -72,7 +72,7 @@ def scree(results: Eigenpairs | Sequence[Eigenpairs], labels: Sequence[str] = ()
 
 
 def density(result: Density, *, width: float | None = None) -> Any:
-    """The spectral density on a logarithmic scale, with the share of each random vector's nodes.
+    """The spectral density on a logarithmic scale, with the Ritz values of all random vectors.
 
     Args:
         result: From :func:`curvlab.spectral_density`.
@@ -352,7 +352,7 @@ def _numbers(axes: Any, matrix: Tensor, most: int = 12) -> None:
 
 
 def _scale(axes: Any, values: list[float]) -> None:
-    """A logarithm for positive values over more than a decade; it keeps signs where there are."""
+    """A logarithmic axis for values over more than a decade; a symmetric one for both signs."""
     sizes = [abs(value) for value in values if value]
     if not sizes or max(sizes) < 10.0 * min(sizes):
         return

@@ -1,4 +1,4 @@
-"""Ctrl-C and polite kills at a safe moment.
+"""Ctrl-C and SIGTERM, handled at a safe moment.
 
 A long computation that keeps its state in a file is stopped between two of its steps: the first
 SIGINT or SIGTERM is noted, and a second one raises at once. Signals are taken only in the main
@@ -27,9 +27,9 @@ class Stop:
 
 @contextmanager
 def noted() -> Iterator[Stop]:
-    """Note the first signal in place of raising; a second one raises ``KeyboardInterrupt``.
+    """Record the first signal instead of raising; a second one raises ``KeyboardInterrupt``.
 
-    One that was noted too late for the body to act on it raises at the end: none is lost.
+    A signal that comes too late for the body to act on raises at the end: none is lost.
     """
     stop = Stop()
 

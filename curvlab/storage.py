@@ -73,7 +73,7 @@ class Pieces:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Pieces":
-        """One that is whole in memory after all."""
+        """A tensor that is whole in memory."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: [tensor])
 
     def whole(self) -> Tensor:
@@ -137,7 +137,7 @@ def save_pieces(
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """What a file says of itself: kind, versions, command, whatever its writer added.
+    """A file's own description: kind, versions, command and what its writer added.
 
     Only the header is read; :func:`load_tensors` verifies the checksum.
     """
@@ -166,7 +166,7 @@ def open_pieces(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Pieces]
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[tuple[str, str | None, dict[str, Pieces]]]:
-    """A file's manifest as text, its checksum, and its tensors where they lie, none of it read."""
+    """A file's manifest as text, its checksum, and its tensors, which are not read yet."""
     path = Path(path)
     present, is_file = _seen(path)
     if not is_file:
@@ -247,7 +247,7 @@ def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
     path = Path(os.path.realpath(path))
     present, is_file = _seen(path)
     if present and not is_file:
-        raise StorageError(f"could not write {path}: it is no file, and is left as it is")
+        raise StorageError(f"could not write {path}: it is not a file, and is left as it is")
     # Not mkstemp: its files are readable by their owner alone, whatever the user's umask says.
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:
@@ -303,7 +303,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What a saved result needs to be understood later."""
+    """The versions behind a saved result."""
     from curvlab import __version__
 
     return {
@@ -358,6 +358,17 @@ def _digest(text: str, tensors: Mapping[str, Pieces]) -> str:
         for piece in tensor.read():
             total.update(tensor_bytes(piece))
     return total.hexdigest()
+
+
+def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with ``prefix``, by what follows it."""
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def series(tensors: Mapping[str, Tensor], name: str) -> list[Tensor]:
+    """The tensors ``name/0``, ``name/1``, ... in this order."""
+    found = below(tensors, f"{name}/")
+    return [found[str(number)] for number in range(len(found))]
 
 
 def tensor_digest(tensors: Iterable[Tensor]) -> str:

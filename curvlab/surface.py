@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvlab.checks import inside, whole
 from curvlab.operators import Curvature
 
 
@@ -59,15 +60,16 @@ def landscape(
             f"directions= are one or two rows of {operator.n} numbers; got "
             f"{tuple(directions.shape)}. Pass pairs.vectors[:2]"
         )
-    if points < 3 or points % 2 == 0 or not radius > 0.0:
-        raise ValueError(
-            f"points= is odd and at least 3, radius= positive; got {points} and {radius}"
-        )
+    inside("(0, inf)", radius=radius)
+    whole(3, points=points)
+    if points % 2 == 0:
+        raise ValueError(f"points= is odd, so that the middle is where the model is; got {points}")
     rows = rows.to(operator.device, operator.dtype)
     steps = torch.linspace(-radius, radius, points, dtype=torch.float64)
     grid = torch.cartesian_prod(*[steps] * len(rows)).reshape(-1, len(rows))
     here = operator.problem.layout.flatten(operator.problem.parameters).detach()
     losses = [operator.problem.objective(here + (along.to(rows) @ rows)) for along in grid]
+    # in float64: near the middle, loss and prediction differ by less than float32 resolves
     slope = (rows.double() @ operator.gradient().double()).cpu()
     bend = (rows.double() @ (operator @ rows).double().T).cpu()
     quadratic = operator.loss + grid @ slope + 0.5 * ((grid @ bend) * grid).sum(1)

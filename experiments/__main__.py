@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _work(options: argparse.Namespace) -> list[Work]:
-    """What was asked for, each experiment once, in the order of the paper."""
+    """The experiments named on the command line, each once, in the order of the paper."""
     chosen = {e.label for e in EXPERIMENTS} if "all" in options.labels else {
         find(label).label for label in options.labels
     }  # fmt: skip

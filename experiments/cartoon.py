@@ -43,7 +43,7 @@ class Config:
 
 
 def run(config: Config, seeds: Sequence[int], shelf: Shelf) -> dict[int, Metrics]:
-    """Train one network on the stream and one on the joint task; not worth a place on the shelf."""
+    """Train one network on the stream and one on the joint task: too quick to keep on a shelf."""
     del shelf
     return {seed: _run(config, seed) for seed in seeds}
 

@@ -124,7 +124,7 @@ HIDDEN = (50, 50, 50, 50)  # four layers: the paper's 18,010 parameters, not the
 
 
 def _mlps(name: str, inputs: int) -> dict[str, Network]:
-    """The MLP for so many inputs in the forms that learners ask for."""
+    """The MLP for a number of inputs, in the forms that learners need."""
 
     def sizes(classes: int) -> tuple[int, ...]:
         return (inputs, *HIDDEN, classes)
@@ -190,7 +190,7 @@ NETWORKS: dict[str, Network] = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A learner by name, with those of its figures that it has."""
+    """A learner by name, with the settings that it takes."""
 
     name: str = "SGD"
     epsilon: float | None = None  # share of energy left out: SGD-dagger, OGD, GPM, k-winners

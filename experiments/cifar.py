@@ -75,7 +75,7 @@ def measure(networks: Sequence[Network], seeds: Sequence[int], shelf: Shelf) -> 
 
 
 def guard(metrics: BySeed, rows: Iterable[str]) -> str:
-    """Why forgetting in ``rows`` would say nothing; empty where all learned every task."""
+    """Why forgetting in ``rows`` would mean nothing; empty where all learned every task."""
     return first_reason(*(unlearned(row, [one[row] for one in metrics.values()]) for row in rows))
 
 

@@ -66,7 +66,7 @@ def train(config: Config, tasks: list[Task], name: str, rate: str) -> list[Run]:
 
 
 def spectrum(config: Config, run: Run, tasks: list[Task], task: int) -> Eigenpairs:
-    """The top of the Hessian at the solution of ``task``, on which SGD-dagger rests."""
+    """The top of the Hessian at the solution of ``task``, which SGD-dagger protects."""
     model = mlp()
     load_parameter_vector(model, run.snapshots[task])
     some = subset(tasks[task].train, config.samples, seed=0)
@@ -119,7 +119,7 @@ def tables(config: Config, metrics: BySeed) -> list[Table]:
 
 
 def claims(config: Config, metrics: BySeed, tables: list[Table]) -> list[Claim]:
-    """The paper's, asked of a smaller stream: checks of our own, not counted as the paper's."""
+    """The paper's statements on a smaller stream: our own checks, not counted as the paper's."""
     del config, tables
 
     def lost(rate: str, name: str) -> Values:

@@ -53,7 +53,7 @@ def tables(config: Config, metrics: BySeed) -> list[Table]:
 
 
 def claims(config: Config, metrics: BySeed, tables: list[Table]) -> list[Claim]:
-    """The paper's on Split CIFAR-100, asked of another stream: checks of our own."""
+    """The paper's statements on Split CIFAR-100, for another stream: our own checks."""
     del tables
     says = ("forgetting grows with t", "SGD has the highest a_tt", "SGD has the lowest a(T)")
     return [

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvlab.eigen import lanczos
 from curvlab.learners.seeds import derived_generator, derived_seed
-from curvlab.metrics import Perturbation, measures_at, perturb_all
+from curvlab.metrics import Perturbation, measures_at, perturb
 from curvlab.training import Run
 from experiments.experiment import BySeed, Experiment, rounded
 from experiments.figures import curve, legend, panels, save
@@ -42,7 +42,7 @@ READING = "with a bounded loss (probabilities of at least 1e-7), mean over the e
 @dataclass(frozen=True)
 class Config:
     training: Training
-    tasks: int | None = None  # look at the first so many solutions; None at all
+    tasks: int | None = None  # how many solutions to look at, from the first on; None is all
     directions: int = 10  # leading eigenvectors
     random: int = 10
     per_decade: int = 4  # radii from 1e-3 to 1e4
@@ -73,7 +73,7 @@ def _around(config: Config, shelf: Shelf, one: Run, task: int) -> Metrics:
     pairs = lanczos(operator, config.directions, tol=config.tol, seed=seed, progress=False)
     samples = shelf.hessian_samples(config.training, one.seed, task)
     model = shelf.model_after(config.training, one, task)
-    moved = perturb_all(
+    moved = perturb(
         measures_at(model, samples), one.snapshots[task].to(shelf.device), pairs.vectors,
         generator=derived_generator(one.seed, "perturbation", task), random=config.random,
         radii=config.radii,

@@ -28,7 +28,7 @@ RATES = (LOW, HIGH)
 
 @dataclass(frozen=True)
 class Only:
-    """A learner that is trained for some seeds only at a rate, because it takes long there."""
+    """A learner that is trained for a few seeds only at a rate where it takes long."""
 
     learner: str
     rate: str

@@ -184,7 +184,7 @@ def _side_by_side(
 
 
 def _last_words(process: SpawnProcess, reading: Connection) -> str | None:
-    """The error that an ended process sent, or that its exit code tells."""
+    """The error that an ended process sent, or what its exit code says."""
     process.join()
     try:
         return str(reading.recv())
@@ -207,7 +207,7 @@ def _in_process(one: Work, place: Place, writing: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """Nobody waits for the results of a process whose parent was killed: end as on Ctrl-C."""
+    """End as on Ctrl-C when the parent is killed: nobody waits for the results any more."""
     parent = parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -45,7 +45,7 @@ class Training:
     learner: Algorithm = PLAIN
     rates: str = "0.01"  # of the first and the later tasks, in the paper's notation: "{0.01, 1e-5}"
     epochs: str = "5"  # "{30/60/70, 10}": the rate decays after 30 and 60, the task ends at 70
-    tasks: int | None = None  # the first so many; None is all
+    tasks: int | None = None  # how many of the stream, from the first on; None is all
     train: int | None = None  # samples per task; None is all
     test: int | None = None
     samples: int = 1000  # for Hessians and memories
@@ -69,7 +69,7 @@ class Training:
         return network if learner is None else f"{network}, {learner}"
 
     def first_task(self) -> "Training":
-        """SGD on the first task alone, from which learners branch that train it in this way."""
+        """SGD on the first task alone; learners that train it as SGD does branch from it."""
         return replace(self, learner=PLAIN, tasks=1, samples=0)
 
 

@@ -68,10 +68,6 @@ class Store:
                 found.append(_parse(line, f"{self.file}, line {number}"))
         return found
 
-    def find(self, key: str) -> Result | None:
-        """The newest result with this key."""
-        return next((r for r in reversed(self.results()) if r.key == key), None)
-
     def append(self, results: Sequence[Result]) -> None:
         """Add lines, each whole; a crash leaves at most one unfinished line at the end."""
         text = "".join(json.dumps(asdict(result), sort_keys=True) + "\n" for result in results)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from curvlab.cli.output import table
 from experiments.paper import published
 
 Metrics = dict[str, Any]  # what one seed measured, as JSON: numbers, lists, nested dicts
@@ -72,12 +73,10 @@ class Table:
                 ours = str(cells[column]) if column in cells else "-"
                 line.append(ours if theirs is None else f"{ours} [{format_pair(*theirs)}]")
             lines.append(line)
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        body = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
         beside = any(published(self.label, row, c) for row in self.rows for c in self.columns)
         note = "mean ± std" + ("; the paper's in brackets" if beside else "")
         head = f"{self.label}: {self.title}  ({note})"
-        return "\n".join([head, *(line.rstrip() for line in body)])
+        return f"{head}\n{table(lines[0], lines[1:])}"
 
     def to_csv(self) -> str:
         """One line per cell: label, row, column, mean, std, samples, the paper's mean and std."""

@@ -124,7 +124,7 @@ def untested(says: Quote | str, why: str, reading: str = "") -> Claim:
 
 
 def unlearned(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
-    """Why forgetting of ``runs`` (one per seed) would say nothing; empty if it does not.
+    """Why forgetting of ``runs`` (one per seed) would mean nothing; empty if it means something.
 
     Args:
         name: Of the learner.

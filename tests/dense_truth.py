@@ -21,6 +21,14 @@ def symmetric(n, generator, rank=None):
     return factor @ factor.T / n
 
 
+def rotated(values, seed=0):
+    """The matrix ``(n, n)`` with eigenvalues ``values`` and random eigenvectors, float64."""
+    generator, n = torch.Generator().manual_seed(seed), len(values)
+    q = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
+    matrix = (q * values) @ q.T
+    return (matrix + matrix.T) / 2
+
+
 def dense_hessian(model, objective):
     """The Hessian of ``objective(model)`` by torch's own reverse over reverse, row by row."""
     parameters = list(model.parameters())

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import __main__ as front
 from benchmarks import (
+    __main__ as front,
     append,
     conformance,
+    front as front_page,
     growth,
     page,
     products,
     verdicts,
 )
-from benchmarks import front as front_page
 from benchmarks.measure import Row, as_small, read_rows, row, write_rows
 from benchmarks.networks import SMALL
 from benchmarks.stacked import Stack, stacked

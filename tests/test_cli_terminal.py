@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from curvlab import Eigenpairs
 from curvlab.cli import main

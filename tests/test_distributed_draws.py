@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from curvlab.distributed import Shards, join
-from curvlab.distributed import shards as module
+from curvlab.distributed import Shards, join, shards as module
 from curvlab.distributed.operators import Sharded
 from curvlab.eigen import lanczos
 from curvlab.operators import Dense

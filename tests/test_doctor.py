@@ -13,6 +13,7 @@ from curvlab.doctor import doctor
 from curvlab.operators.policy import unwrap
 from curvlab.probe import OperatorError
 from curvlab.refusals import Trap
+from tests.wrong_derivatives import Cube, Doubled, Rounded, Uneven, Using
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(13, 6, generator=GENERATOR)
@@ -60,55 +61,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.head(self.layer(x[:, None])[0][:, 0])
-
-
-class Lopsided(torch.autograd.Function):
-    """First derivative right, second wrong."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, seed):
-        (x,) = ctx.saved_tensors
-        return seed * 3 * (x * x.detach())
-
-
-class Uneven(torch.autograd.Function):
-    """The same for a product of neighbours, whose second derivative is then not symmetric."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x.roll(1, 1)
-
-    @staticmethod
-    def backward(ctx, seed):
-        (x,) = ctx.saved_tensors
-        return seed * x.roll(1, 1) + (seed * x.detach()).roll(-1, 1)
-
-
-class Rounded(torch.autograd.Function):
-    """A straight-through estimator."""
-
-    @staticmethod
-    def forward(ctx, x):  # noqa: ARG004
-        return (4 * x).round() / 4
-
-    @staticmethod
-    def backward(ctx, seed):  # noqa: ARG004
-        return seed
-
-
-class Using(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function, self.first, self.last = function, nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.last(self.function.apply(self.first(x)))
 
 
 class Bags(nn.Module):
@@ -355,7 +307,7 @@ def test_the_wrong_derivative_is_wrong_and_not_only_called_so():
 
 @pytest.mark.parametrize(
     ("function", "trap"),
-    [(Lopsided, Trap.DERIVATIVE), (Rounded, Trap.ESTIMATOR)],
+    [(Cube, Trap.DERIVATIVE), (Rounded, Trap.ESTIMATOR)],
 )
 def test_a_wrong_derivative_that_leaves_products_symmetric_is_found_too(function, trap):
     torch.manual_seed(0)
@@ -367,6 +319,15 @@ def test_a_wrong_derivative_that_leaves_products_symmetric_is_found_too(function
     report = doctor(model, cross_entropy, DATA)
     assert trap.title in report.traps(), report
     assert not report.healthy
+
+
+def test_a_gradient_that_is_consistent_but_not_of_the_loss_is_found():
+    def loss(output, target):
+        return Doubled.apply(cross_entropy(output, target))
+
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    Hessian(model, loss, DATA)  # products agree with differences of this gradient
+    assert Trap.ESTIMATOR.title in doctor(model, loss, DATA).traps()
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.LeakyReLU, nn.SiLU])

@@ -7,15 +7,7 @@ from torch.nn.functional import cross_entropy
 from curvlab import Hessian, eigenpairs_above
 from curvlab.nets import mlp
 from curvlab.operators import Dense
-
-
-def rotated(values, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    n = len(values)
-    q = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
-    matrix = (q * values) @ q.T
-    return (matrix + matrix.T) / 2
-
+from tests.dense_truth import rotated
 
 GENERATOR = torch.Generator().manual_seed(4)
 BULK = 0.1 * torch.randn(270, generator=GENERATOR, dtype=torch.float64)

@@ -7,6 +7,7 @@ import torch
 
 from curvlab import lanczos, spectral_density
 from curvlab.operators import Dense
+from tests.dense_truth import rotated
 
 FUNCTIONS = {
     "inverse": torch.reciprocal,
@@ -14,14 +15,6 @@ FUNCTIONS = {
     "inverse root": torch.rsqrt,
     "log": torch.log,
 }
-
-
-def rotated(values, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    n = len(values)
-    q = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
-    matrix = (q * values) @ q.T
-    return (matrix + matrix.T) / 2
 
 
 def exactly(matrix, function, damping):

@@ -7,21 +7,13 @@ from curvlab.basis import Basis
 from curvlab.eigen import Certify, Checkpoint, NotConvergedError, Room, block_lanczos, lanczos
 from curvlab.operators import FromFunction
 from curvlab.probe import OperatorError
+from tests.dense_truth import rotated
 
 N = 120
 VALUES = torch.cat([torch.tensor([9.0, 7.0, -6.0, 4.0]), torch.linspace(-1, 1, N - 4)]).double()
 
 
-def rotated(values=VALUES, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.linalg.qr(
-        torch.randn(len(values), len(values), generator=generator, dtype=torch.float64)
-    ).Q
-    matrix = (q * values) @ q.T
-    return (matrix + matrix.T) / 2
-
-
-A = rotated()
+A = rotated(VALUES)
 
 
 class Drifting:
@@ -63,7 +55,7 @@ def test_an_affine_and_a_nonlinear_operator_are_refused():
 @pytest.mark.parametrize("after", [6, 10, 14])
 @pytest.mark.parametrize("certify", [True, False])
 def test_an_operator_that_changes_during_the_solve_is_refused(after, certify):
-    change = 1e-3 * rotated(seed=1)
+    change = 1e-3 * rotated(VALUES, seed=1)
     with pytest.raises(OperatorError, match=r"contradict|disagree|differs"):
         lanczos(Drifting(after, change), 3, tol=1e-8, dense=False, certify=certify)
 

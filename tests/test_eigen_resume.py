@@ -19,10 +19,10 @@ from curvlab.eigen import (
     diagonal,
     lanczos,
     power_iteration,
+    spectral_density as density,
     spectral_energy,
     trace,
 )
-from curvlab.eigen import spectral_density as density
 from curvlab.nets import mlp
 from curvlab.operators import Dense
 

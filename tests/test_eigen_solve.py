@@ -9,15 +9,7 @@ from torch.nn.functional import cross_entropy
 from curvlab import GaussNewton, Hessian, NotConvergedError, lanczos, solve
 from curvlab.nets import mlp
 from curvlab.operators import Dense, FromFunction
-
-
-def rotated(values, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    n = len(values)
-    q = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
-    matrix = (q * values) @ q.T
-    return ((matrix + matrix.T) / 2).to(dtype)
-
+from tests.dense_truth import rotated
 
 SPECTRA = {
     "well conditioned": torch.linspace(1, 3, 150, dtype=torch.float64),
@@ -34,7 +26,7 @@ LIMIT = {torch.float64: 1e-9, torch.float32: 1e-3}
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("k", [0, 8])
 def test_the_reported_residual_is_not_below_the_true_one(name, dtype, k):
-    matrix = rotated(SPECTRA[name], dtype=dtype)
+    matrix = rotated(SPECTRA[name]).to(dtype)
     operator = Dense(matrix)
     b = torch.randn(150, generator=torch.Generator().manual_seed(1)).to(dtype)
     pairs = lanczos(operator, k, tol=1e-3) if k else None
@@ -83,7 +75,7 @@ def test_a_newton_step_of_a_network_solves_its_dense_system():
 
 
 def test_what_cannot_be_reached_is_said():
-    operator = Dense(rotated(SPECTRA["falling"], dtype=torch.float32))
+    operator = Dense(rotated(SPECTRA["falling"]).float())
     b = torch.randn(150)
     short = solve(operator, b, tol=1e-3, max_products=8)
     assert not short.converged

@@ -18,8 +18,8 @@ from curvlab.tasks import (
     embedded_mnist,
     mnist,
 )
-from curvlab.tasks.embedded import decode, encode, load
-from curvlab.tasks.embedded.build import build, halve, select, spread, write
+from curvlab.tasks.embedded import decode, load
+from experiments.embed import build, encode, halve, select, spread, write
 from tests.made_up_data import pictures
 
 

@@ -74,7 +74,7 @@ def test_the_demonstration_keeps_rate_times_steps():
 
 
 def test_what_curvlab_demo_shows_is_what_this_one_shows_at_the_low_rate(metrics, tmp_path):
-    options = Namespace(quiet=True, verb="demo", arguments=["demo"])
+    options = Namespace(quiet=True, progress=False, verb="demo", arguments=["demo"])
     for here, there in (("SGD", "SGD"), ("SGD-dagger-20", "SGD-dagger")):
         (run,) = shell._train(options, TINY, TINY.tasks(), there, tmp_path)
         assert demo.outcome(run) == metrics[11]["low"][here]

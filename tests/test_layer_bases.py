@@ -196,7 +196,7 @@ def test_a_tied_weight_is_one_layer_that_sees_all_its_inputs():
     assert len(layer_bases(model, data, energy=1.0).layers["0.weight"].into) == 2
     biased = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     biased[1].weight = biased[0].weight
-    with pytest.raises(ValueError, match="'0' and '1' have one weight and biases of their own"):
+    with pytest.raises(ValueError, match="'0' and '1' share a weight but not their biases"):
         layers_of(biased)
 
 
@@ -314,7 +314,7 @@ def test_bad_arguments_are_refused_with_the_cure():
     model = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(ValueError, match="'inputs', 'outputs' or 'both'; got 'input'"):
         layer_bases(model, numbers(5, 4), side="input")
-    with pytest.raises(ValueError, match="between 0 and 1; got 99"):
+    with pytest.raises(ValueError, match=r"energy= must lie in \[0, 1\]; got 99"):
         layer_bases(model, numbers(5, 4), energy=99)
     with pytest.raises(ValueError, match="none of these has its weight"):
         layer_bases(nn.LayerNorm(4), numbers(5, 4))
@@ -346,5 +346,5 @@ def test_an_energy_of_zero_holds_nothing_and_of_one_every_input():
 
 @pytest.mark.parametrize("energy", ["a", None, True, math.nan, -0.1, 1.1])
 def test_an_energy_that_is_no_share_is_refused_by_name(energy):
-    with pytest.raises((TypeError, ValueError), match=r"^energy= is a"):
+    with pytest.raises((TypeError, ValueError), match=r"^energy= (is a number|must lie)"):
         layer_bases(nn.Linear(3, 2), torch.randn(5, 3), energy=energy)

@@ -27,8 +27,7 @@ from curvlab.learners import (
 )
 from curvlab.nets import mlp, powerpropagate, slim_resnet18, vit_cifar
 from curvlab.training import Schedule, learn
-from tests import plain_learners as plain
-from tests import plain_replay
+from tests import plain_learners as plain, plain_replay
 from tests.small_problems import make_tasks
 
 # name in the guide: how to build it, the shape of its inputs, whether it is told the task

@@ -21,8 +21,8 @@ from curvlab.learners import (
     Population,
     SGDDagger,
     population_of,
+    sample_gradients as rows_of,
 )
-from curvlab.learners import sample_gradients as rows_of
 from curvlab.learners.ewc import diagonal_fisher
 from curvlab.learners.sample_gradients import sample_gradients
 from curvlab.learners.seeds import derived_generator

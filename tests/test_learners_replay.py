@@ -392,5 +392,5 @@ def test_batchnorm_that_keeps_no_statistics_trains_and_names_what_it_cannot_do()
 def test_parameters_tied_through_their_memory_are_refused_not_untied():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
     model[2].weight.data = model[0].weight.data
-    with pytest.raises(ValueError, match=r"'0\.weight' and '2\.weight' are two with one memory"):
+    with pytest.raises(ValueError, match=r"'0\.weight' and '2\.weight' share one memory"):
         learn(model, cloud_tasks(1), SGD(), Schedule(0.05), seeds=1)

@@ -312,7 +312,7 @@ def test_powerpropagation_refuses_what_it_cannot_do():
             lambda seed: mlp(SIZES, seed=seed), cloud_tasks(1), Powerpropagation(), SCHEDULE,
             seeds=[0],
         )  # fmt: skip
-    with pytest.raises(ValueError, match="alpha must be 1"):
+    with pytest.raises(ValueError, match="alpha= must lie in"):
         powerpropagate(mlp(SIZES), 0.5)
     with pytest.raises(ValueError, match="found no"):
         powerpropagate(nn.Sequential(nn.ReLU()))

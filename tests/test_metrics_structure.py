@@ -10,13 +10,13 @@ from curvlab.eigen import lanczos, spectral_density
 from curvlab.learners import SGD
 from curvlab.metrics import (
     OuterProducts,
+    Perturbation,
     block_diagonality,
     counts_above,
     effective_rank,
     layer_labels,
     measures_at,
     perturb,
-    perturb_all,
     spectral_similarity,
     spectrum_above,
 )
@@ -135,26 +135,23 @@ def test_the_score_compares_a_direction_with_random_ones(generator):
     n = 50
     values = torch.linspace(1, 5, n, dtype=torch.float64)
     found = perturb(
-        lambda x: 0.5 * (values * x * x).sum(),
+        lambda x: {"loss": 0.5 * (values * x * x).sum()},
         torch.zeros(n, dtype=torch.float64),
         torch.eye(n, dtype=torch.float64)[[n - 1, 0]] * 7,  # norms do not matter
         generator=generator,
         random=400,
         radii=(1e-3, 1.0, 1e4),
-    )
+    )["loss"]
     assert found.changes[0].tolist() == pytest.approx([2.5e-6, 2.5, 2.5e8])
     assert found.random_changes.shape == (400, 3)
     for row, value in zip(found.score(), (5.0, 1.0), strict=True):
         assert row.tolist() == pytest.approx([value / 3.0] * 3, rel=0.02)
 
 
-def test_overflow_has_one_convention_on_each_side(generator):
+def test_overflow_has_one_convention_on_each_side():
     inf = float("inf")
-    template = perturb(
-        lambda x: x.sum(), torch.zeros(3), torch.eye(3), generator=generator, random=2
-    )
     rows = torch.tensor([[2.0, inf, NAN, 2.0, inf, 0.0]])
-    found = type(template)(
+    found = Perturbation(
         radii=torch.arange(6.0),
         changes=rows,
         random_changes=torch.tensor(
@@ -167,11 +164,8 @@ def test_overflow_has_one_convention_on_each_side(generator):
     assert math.isnan(score[5])  # neither side moved: nothing was measured
 
 
-def test_reach_is_where_the_score_comes_down_for_good(generator):
-    template = perturb(
-        lambda x: x.sum(), torch.zeros(3), torch.eye(3), generator=generator, random=2
-    )
-    found = type(template)(
+def test_reach_is_where_the_score_comes_down_for_good():
+    found = Perturbation(
         radii=torch.tensor([1.0, 2.0, 3.0, 4.0]),
         changes=torch.tensor([[9.0, 1.0, 9.0, 1.0], [9.0, 1.2, 1.9, 0.5], [9.0] * 4, [1.0] * 4]),
         random_changes=torch.ones(2, 4),
@@ -190,7 +184,7 @@ def test_far_out_bounded_losses_score_one_and_the_loss_of_a_relu_network_does_no
     top = lanczos(curvature, 1, progress=False).vectors
     options = {"generator": generator, "random": 40, "radii": (1e-1, 1e3, 1e4)}
     point = parameter_vector(model)
-    found = perturb_all(measures_at(model, samples), point, top, **options)
+    found = perturb(measures_at(model, samples), point, top, **options)
     loss, bounded, error = (found[name].score()[0] for name in ("loss", "bounded", "error"))
     assert float(error[-1]) == pytest.approx(1.0, abs=0.4)
     assert float(bounded[-1]) == pytest.approx(1.0, abs=0.4)
@@ -204,11 +198,12 @@ def test_several_losses_in_one_pass_are_those_of_a_pass_each(generator):
 
     point, directions = torch.ones(3), torch.eye(3)
     state = generator.get_state()
-    both = perturb_all(losses, point, directions, generator=generator, random=5)
+    both = perturb(losses, point, directions, generator=generator, random=5)
     for name in ("square", "sum"):
         generator.set_state(state)
-        alone = perturb(lambda x, name=name: losses(x)[name], point, directions,
-                        generator=generator, random=5)  # fmt: skip
+        one = perturb(lambda x, name=name: {name: losses(x)[name]}, point, directions,
+                      generator=generator, random=5)  # fmt: skip
+        alone = one[name]
         assert torch.equal(alone.changes, both[name].changes)
         assert torch.equal(alone.random_changes, both[name].random_changes)
         assert alone.loss == both[name].loss
@@ -224,9 +219,9 @@ def test_outer_products_are_the_mean_of_the_rows_squared(generator):
 
 def test_a_point_whose_loss_is_not_finite_is_refused(generator):
     with pytest.raises(ValueError, match="at the point itself"):
-        perturb(lambda x: x.sum() / 0, torch.ones(3), torch.eye(3), generator=generator)
+        perturb(lambda x: {"loss": x.sum() / 0}, torch.ones(3), torch.eye(3), generator=generator)
     with pytest.raises(ValueError, match=r"directions \(k, n\)"):
-        perturb(lambda x: x.sum(), torch.ones(3), torch.eye(4), generator=generator)
+        perturb(lambda x: {"loss": x.sum()}, torch.ones(3), torch.eye(4), generator=generator)
 
 
 # ---- ranks ---------------------------------------------------------------------------------------

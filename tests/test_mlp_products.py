@@ -13,8 +13,7 @@ from curvlab.nets import mlp
 from curvlab.operators import GaussNewton, Hessian
 from curvlab.operators.frozen import Chunk
 from curvlab.operators.problem import TRIED
-from curvlab.operators.products import mlp as engine
-from curvlab.operators.products import mlp_workspace
+from curvlab.operators.products import mlp as engine, mlp_workspace
 from curvlab.operators.products.sizing import LiveBytes
 from curvlab.parameters import layout_of, select_parameters
 

@@ -253,7 +253,7 @@ def test_the_mlp_of_a_transformer_block_ends_in_a_second_gelu():
         (lambda: slim_resnet18(nf=2, blocks=(1,))(torch.zeros(2, 1, 8, 8)), r"\(N, 3, H, W\)"),
         (lambda: vit_cifar(hidden=10, heads=3), "multiple of heads="),
         (lambda: vit_cifar(side=30), "multiple of patch="),
-        (lambda: vit_cifar(hidden=8, depth=-1), "depth of at least 0"),
+        (lambda: vit_cifar(hidden=8, depth=-1), "depth= must be at least 0"),
         (lambda: vit_cifar(hidden=8, depth=0)(torch.zeros(2, 3, 28, 28)), r"\(N, 3, 32, 32\)"),
     ],
 )

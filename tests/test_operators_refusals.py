@@ -16,6 +16,7 @@ from curvlab.operators import (
 )
 from curvlab.probe import OperatorError
 from tests.dense_truth import dense_hessian, relative
+from tests.wrong_derivatives import Cube, Uneven, Using
 
 TOLERANCE = 1e-12  # relative, float64
 
@@ -231,45 +232,8 @@ def test_vectors_of_another_shape_dtype_or_kind_are_refused():
     assert (operator @ empty).shape == empty.shape
 
 
-class Lopsided(torch.autograd.Function):
-    """A product of neighbours whose backward holds one of them constant: not symmetric."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x.roll(1, 1)
-
-    @staticmethod
-    def backward(ctx, seed):
-        (x,) = ctx.saved_tensors
-        return seed * x.roll(1, 1) + (seed * x.detach()).roll(-1, 1)
-
-
-class Cube(torch.autograd.Function):
-    """A cube whose backward holds a factor constant: symmetric, and wrong."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, seed):
-        (x,) = ctx.saved_tensors
-        return seed * 3 * (x * x.detach())
-
-
-class Custom(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function, self.first, self.last = function, nn.Linear(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.last(self.function.apply(self.first(x)))
-
-
 def test_a_wrong_second_derivative_that_is_not_symmetric_is_caught():
-    model = seeded(lambda: Custom(Lopsided))
+    model = seeded(lambda: Using(Uneven, inputs=4))
     with pytest.raises(OperatorError, match="wrong second derivative"):
         Hessian(model, F.cross_entropy, samples())
     unchecked = Hessian(model, F.cross_entropy, samples(), check=False)
@@ -280,7 +244,7 @@ def test_a_wrong_second_derivative_that_is_not_symmetric_is_caught():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_wrong_second_derivative_that_is_symmetric_is_caught(dtype):
-    model = seeded(lambda: Custom(Cube))
+    model = seeded(lambda: Using(Cube, inputs=4))
     with pytest.raises(OperatorError, match="differ from differences of gradients"):
         Hessian(model, F.cross_entropy, samples(), dtype=dtype)
     GaussNewton(model, F.cross_entropy, samples(), dtype=dtype)  # whose first derivative is right

@@ -127,7 +127,7 @@ def test_what_a_user_hangs_on_an_mlp_is_trained_as_autograd_does(change, generat
 def test_a_change_after_the_population_was_made_is_refused(change):
     population = population_of([mlp((6, 5, 3))], [0])
     change(population.models[0])
-    with pytest.raises(ValueError, match="no plain MLP any more"):
+    with pytest.raises(ValueError, match="no longer a plain MLP"):
         learn(population, make_tasks(1), SGD(), Schedule(0.1))
 
 

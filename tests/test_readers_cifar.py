@@ -6,8 +6,7 @@ import tarfile
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from curvlab.tasks import DataError, cifar10, cifar100
 from curvlab.tasks.readers import read_cifar_batch

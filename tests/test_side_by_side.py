@@ -5,8 +5,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from curvlab.learners import (
     EWC,

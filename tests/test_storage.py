@@ -208,7 +208,7 @@ def test_what_is_no_file_is_neither_replaced_nor_read(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # as /dev/null, which root could replace
     for place in (pipe, tmp_path):
-        with pytest.raises(StorageError, match="it is no file"):
+        with pytest.raises(StorageError, match="it is not a file"):
             save_tensors(place, "basis", {}, {})
         with pytest.raises(StorageError, match="is not a file"):
             load_tensors(place, "basis")

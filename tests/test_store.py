@@ -27,8 +27,9 @@ def test_a_result_comes_back_as_it_was_stored(tmp_path):
     store = Store(tmp_path)
     store.append([result(1), result(2)])
     assert store.results() == [result(1), result(2)]
-    assert store.find(key_of("tab:VOC", Config(), 2, "1")) == result(2)
-    assert store.find(key_of("tab:VOC", Config(lr=0.2), 2, "1")) is None
+    keys = [one.key for one in store.results()]
+    assert key_of("tab:VOC", Config(), 2, "1") in keys
+    assert key_of("tab:VOC", Config(lr=0.2), 2, "1") not in keys
 
 
 def test_the_key_changes_with_everything_that_decides_a_result():

@@ -18,7 +18,9 @@ from curvlab.metrics import (
 )
 from curvlab.nets import mlp
 from curvlab.tasks import Samples, Task
-from curvlab.theory import (
+from curvlab.training import Schedule, learn
+from tests.dense_truth import Dense
+from tests.theory import (
     label_only_residual,
     null_space,
     penalised_update,
@@ -30,8 +32,6 @@ from curvlab.theory import (
     slope_score,
     softmax_curvature,
 )
-from curvlab.training import Schedule, learn
-from tests.dense_truth import Dense
 
 
 def low_rank(n, rank, generator):
@@ -180,13 +180,13 @@ def test_without_a_gradient_the_score_is_one_plateau_at_every_radius(generator):
     n = 500
     values = torch.cat([torch.tensor([40.0, 10.0]), torch.full((n - 2,), 0.1)]).double()
     found = perturb(
-        lambda x: 0.5 * (values * x * x).sum(),
+        lambda x: {"loss": 0.5 * (values * x * x).sum()},
         torch.zeros(n, dtype=torch.float64),
         torch.eye(n, dtype=torch.float64)[:2],
         generator=generator,
         random=2000,
         radii=(1e-3, 1e-1, 1e2, 1e4),
-    )
+    )["loss"]
     for row, value in zip(found.score(), values, strict=False):
         expected = plateau_score(float(value), float(values.sum()), n)
         assert row.tolist() == pytest.approx([expected] * 4, rel=0.05)
@@ -199,13 +199,13 @@ def test_with_a_gradient_the_plateau_is_lost_as_the_radius_shrinks(generator):
     slope = random_vector(n, generator)
     top = torch.eye(n, dtype=torch.float64)[:1]
     found = perturb(
-        lambda x: 0.5 * (values * x * x).sum() + slope @ x,
+        lambda x: {"loss": 0.5 * (values * x * x).sum() + slope @ x},
         torch.zeros(n, dtype=torch.float64),
         top,
         generator=generator,
         random=1000,
         radii=(1e-6, 1e4),
-    )
+    )["loss"]
     inner, outer = found.score()[0].tolist()
     assert inner == pytest.approx(slope_score(slope, top[0]), rel=0.1)
     assert inner < 5

@@ -13,7 +13,7 @@ from curvlab.metrics import (
 )
 from curvlab.nets import mlp
 from curvlab.parameters import layout_of, parameter_vector, select_parameters
-from curvlab.theory import (
+from tests.theory import (
     softmax_curvature,
 )
 

@@ -73,6 +73,8 @@ def test_a_branch_resumes_from_its_checkpoint_without_the_first_task(tmp_path):
             if task == 2:
                 raise KeyboardInterrupt
 
+    Stops.__name__ = "SGDDagger"  # by which its file knows it
+
     def dagger(kind=SGDDagger):
         return kind(k=3, samples=20)
 

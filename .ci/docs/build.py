@@ -21,6 +21,7 @@ from curvlab import public
 from curvlab.cli.parser import build
 from curvlab.cli.verbs import VERBS
 
+PUBLIC = {name: thing for name, thing in vars(public).items() if not name.startswith("_")}
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 GUIDE = {
@@ -43,7 +44,7 @@ MODULES = (
     "curvlab.protection",
     "curvlab.learners", "curvlab.training", "curvlab.metrics", "curvlab.nets", "curvlab.tasks",
     "curvlab.losses", "curvlab.distributed", "curvlab.plan", "curvlab.doctor", "curvlab.plots",
-    "curvlab.theory", "curvlab.parameters", "curvlab.batches", "curvlab.probe", "curvlab.refusals",
+    "curvlab.parameters", "curvlab.batches", "curvlab.probe", "curvlab.refusals",
     "curvlab.storage", "curvlab_kernels.ops", "curvlab_kernels.reference",
     "curvlab_kernels.audit.ptx", "curvlab.bench.problem", "curvlab.bench.solvers",
     "curvlab.bench.contest", "curvlab.bench.leaderboard", "curvlab.bench.timing",
@@ -52,24 +53,30 @@ MODULES = (
 
 def modules() -> list[str]:
     """The modules of the reference, the home of every name of ``curvlab`` among them."""
-    homes = (getattr(public, name).__module__.split(".")[:2] for name in public.__all__)
+    homes = (thing.__module__.split(".")[:2] for thing in PUBLIC.values())
     return list(dict.fromkeys([*MODULES, *(".".join(home) for home in homes)]))
 
 
 def names_of(module: ModuleType) -> list[str]:
-    """What a module offers: its ``__all__``, and what it defines itself without an underscore."""
+    """What a module defines without an underscore, and what a package passes on."""
+    listed = getattr(module, "__all__", None)
+    passes_on = hasattr(module, "__path__") and listed is None
     own = {
         name
         for name, thing in vars(module).items()
         if not name.startswith("_")
-        and module.__name__ in (getattr(thing, "__module__", ""), type(thing).__module__)
+        and not isinstance(thing, ModuleType)
+        and (
+            passes_on
+            or module.__name__ in (getattr(thing, "__module__", ""), type(thing).__module__)
+        )
     }
-    return sorted({*getattr(module, "__all__", []), *own}, key=str.lower)
+    return sorted({*(listed or ()), *own}, key=str.lower)
 
 
 def shown(module: ModuleType, name: str) -> str:
     """What a user writes: ``curvlab.lanczos`` where that is enough."""
-    top = name in public.__all__ and getattr(public, name) is getattr(module, name)
+    top = PUBLIC.get(name, PUBLIC) is getattr(module, name)
     return f"curvlab.{name}" if top else f"{module.__name__}.{name}"
 
 

@@ -1,10 +1,10 @@
 """Who is fast: solvers that passed the gate, timed in rounds, each with its best threads.
 
-A sample makes the operator anew and solves, between two gradients on the same data: the whole is
-what a user pays the first time, the solve alone what the next one costs. The first run, which may
-compile and load, only passes the gate. A solver that passed is run once with every number of
-threads; those runs choose, and the rounds that follow are what is reported. The gradient has its
-best number of threads too. Ratios are taken inside a round.
+A sample builds the operator and solves, between two gradients on the same data. Both together are
+what a user pays the first time; the solve alone is what the next one costs. The first run, which
+may compile and load, only counts for the gate. A solver that passes is then run once with every
+number of threads to choose the best; the rounds after that are reported. The gradient also runs
+with its best number of threads. Ratios are taken inside a round.
 """
 
 import time
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from curvlab.bench.gate import judged, wanted
-from curvlab.bench.problem import Problem
-from curvlab.bench.solvers import Answer, Contender, Solve, contenders
+from curvlab.bench.problem import Answer, Problem
+from curvlab.bench.solvers import Contender, Solve, contenders
 from curvlab.bench.timing import (
     Threads,
     best_threads,
@@ -27,11 +27,11 @@ from curvlab.bench.timing import (
     usual_threads,
 )
 
-SEEN = 0.02  # seconds from which on a clock sees a call
-SHORT = 3.0  # seconds of samples that a fast solver gets at least, whatever the rounds
+SEEN = 0.02  # seconds that a call must last for the clock to resolve it
+SHORT = 3.0  # a fast solver gets samples for at least these seconds, however many rounds
 MOST_ROUNDS = 9
-STEADY = 5.0  # seconds from which on a first run may tell how fast its threads are
-LONG = 20.0  # seconds from which on a first run counts as a sample: what it loads is small beside
+STEADY = 5.0  # from this many seconds on, a first run may be used to compare threads
+LONG = 20.0  # from this many seconds on, a first run counts as a sample: loading is small beside
 REFERENCE = "lanczos"  # whose time the others are compared with
 
 
@@ -216,7 +216,7 @@ def contest(
         own: A user's solvers by name.
         timing: The clock; elapsed time with torch's present threads by default.
         settings: Numbers of threads that everybody is tried with.
-        say: What is told meanwhile.
+        say: Called with a line of progress.
     """
     timing = timing or Timing(torch.get_num_threads())
     settings = settings or usual_threads()

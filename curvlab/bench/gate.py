@@ -5,8 +5,8 @@ from importlib import util
 import torch
 from torch import Tensor
 
-from curvlab.bench.problem import Problem
-from curvlab.bench.solvers import Answer, arpack
+from curvlab.bench.problem import Answer, Problem
+from curvlab.bench.solvers import arpack
 from curvlab.bench.timing import Threads
 from curvlab.eigen import lanczos
 from curvlab.probe import LinearOperator
@@ -88,6 +88,8 @@ def judged(
 
 
 def _copies(vectors: Tensor) -> int:
-    """How many of the vectors are others again: one vector twice is not a double eigenvalue."""
+    """How many vectors repeat others: one vector twice is not a double eigenvalue."""
     unit = torch.nn.functional.normalize(vectors.double(), dim=1)
+    # The Gram matrix of j copies of one vector has the singular value j once and 0 the other times;
+    # that of orthogonal vectors has ones.
     return int((torch.linalg.svdvals(unit @ unit.T) < 0.25).sum())

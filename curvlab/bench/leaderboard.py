@@ -224,7 +224,7 @@ def _cells(line: Line) -> list[str]:
 
 
 def picture(lines: Sequence[Line]) -> Any:
-    """Time of every solver of the first problem that is right; who is wrong is named."""
+    """Times of the solvers of the first problem that are right; the title names the wrong ones."""
     from curvlab import plots
 
     one = lines[0]

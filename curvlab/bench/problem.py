@@ -14,6 +14,8 @@ from curvlab.operators.policy import drops
 from curvlab.probe import LinearOperator
 
 Data = list[tuple[Tensor, Tensor]]  # batches of inputs and targets, the one thing all tools take
+Product = Callable[[Tensor], Tensor]  # (b, n) -> (b, n)
+Answer = tuple[Tensor, Tensor, int]  # values (k,), vectors (k, n), products
 KINDS = {"Hessian": "hessian", "GaussNewton": "gauss_newton"}  # what other tools call theirs
 MACHINES_OWN = ("loss", "engine")  # may differ between machines for one and the same problem
 MODULES = {  # some tools take modules only

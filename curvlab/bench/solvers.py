@@ -4,8 +4,8 @@ A solver is a function of an operator (vectors are rows), of k and of a toleranc
 eigenvalues of largest magnitude ``(k,)`` and unit vectors ``(k, n)``. That is also the signature of
 a user's own (``curvlab bench eig --solver``). A contender lists the efforts that it may try in
 order (tolerances; for some peers a number of steps): the first is what its own documentation would
-have one use. What a user pays before the first product, an operator or a graph that is kept, is
-its ``prepare``.
+have one use. Work that a user pays for before the first product, such as an operator or a retained
+graph, belongs into its ``prepare``.
 
 SciPy has a BLAS with threads of its own, which spin against torch's: on two cores that alone made
 it two to four times slower. So every contender is tried with several numbers of threads for each
@@ -24,15 +24,13 @@ import torch
 from torch import Tensor
 
 from curvlab.bench import peers
-from curvlab.bench.problem import Plain, Problem
+from curvlab.bench.problem import Answer, Plain, Problem, Product
 from curvlab.bench.timing import version_of
 from curvlab.eigen import Eigenpairs, block_lanczos, lanczos, power_iteration
 from curvlab.probe import LinearOperator
 
 Solve = Callable[[LinearOperator, int, float], tuple[Tensor, Tensor]]
-Answer = tuple[Tensor, Tensor, int]  # values (k,), vectors (k, n), products
 Solver = Callable[[float], Answer]  # of the effort
-Product = Callable[[Tensor], Tensor]  # (b, n) -> (b, n)
 MOST = 2_000  # products of one solve by a library that is not ours
 TIGHTER = (1.0, 1 / 3, 1 / 9, 1 / 27)  # tolerances tried, in units of the wanted one
 
@@ -156,7 +154,7 @@ def contenders(
     whole: bool,
     own: Mapping[str, Solve] | None = None,
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Ours, those of other libraries on our product, installed peers, a user's; who is left out.
+    """Our solvers, other libraries on our product, installed peers and the user's own solvers.
 
     Args:
         truth: The wanted values ``(k,)``, largest magnitude first.

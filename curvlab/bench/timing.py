@@ -25,7 +25,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """20 %, 50 % and 80 % quantiles of so many samples."""
+    """20 %, 50 % and 80 % quantiles, and the number of samples they are taken of."""
 
     p20: float
     p50: float
@@ -165,7 +165,7 @@ def best_threads(
 
 
 def seconds_of(call: Call, repeats: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of one call, the mean of so many."""
+    """Seconds of one call, the mean of ``repeats`` calls."""
     synchronise()
     start = clock()
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Curvature through training, told to whatever logger runs.
+"""Curvature through training, sent to any logger.
 
 A :class:`Watch` measures; in a loop of one's own it is asked at every step::
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from curvlab.basis import Basis
 from curvlab.batches import read
+from curvlab.checks import whole
 from curvlab.eigen import SpectrumTracker, trace
 from curvlab.operators import Hessian, Objective
 from curvlab.operators.objective import Loss
@@ -30,7 +31,7 @@ __all__ = ["Log", "Watch", "tensorboard", "wandb"]
 
 
 class Watch:
-    """Sharpness, trace and protection of a model, measured every so many steps on the same data.
+    """Sharpness, trace and protection of a model, measured at regular steps on the same data.
 
     Args:
         model: The model that is trained; wrapped ones are unwrapped.
@@ -39,7 +40,7 @@ class Watch:
         every: Steps between measurements; the first is at step 0.
         tol: Of the sharpness, relative.
         probes: Products for the trace; 0 leaves it out.
-        basis: Protected directions: which share of the way from here lies in them is told.
+        basis: Protected directions; reports which share of the path from here lies in them.
         log: Called with the figures and the step.
         options: Of the Hessian; ``mode="eval"`` unless they say otherwise.
 
@@ -60,8 +61,7 @@ class Watch:
         log: Log | None = None,
         **options: Any,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every= is a number of steps, at least 1; got {every}")
+        whole(every=every)
         self.model, self.loss = unwrap(model), loss
         bare = loss is None or isinstance(loss, Objective)
         self.data = read(data, bare=bare)

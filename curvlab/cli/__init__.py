@@ -1,6 +1,6 @@
 """The ``curvlab`` command: ``curvlab VERB ...``; ``curvlab --help`` lists the verbs.
 
-What is asked for goes to stdout (a table, or one JSON object with ``--json``); everything else to
+Results go to stdout (a table, or one JSON object with ``--json``); everything else goes to
 stderr. Exit code 0: good; 1: a problem was found, or not all converged; 2: the command was wrong.
 A user's mistake ends with one line that says what to change; ``-v`` shows the traceback as well.
 Nothing heavy is imported before it is known which verb runs.

@@ -1,7 +1,6 @@
 """``doctor``, ``plan`` and ``version``: advice before and about work."""
 
 import importlib.util
-import platform
 from argparse import Namespace
 from typing import Any
 
@@ -12,8 +11,8 @@ from curvlab.cli.load import CURVATURES, case
 from curvlab.cli.output import emit
 from curvlab.cli.parser import UsageError
 from curvlab.doctor import doctor as visit
-from curvlab.plan import MACHINES, plan_counted
-from curvlab.plan import plan as plan_measured
+from curvlab.plan import MACHINES, plan as plan_measured, plan_counted
+from curvlab.storage import versions
 
 
 def doctor(options: Namespace) -> int:
@@ -67,17 +66,12 @@ def plan(options: Namespace) -> int:
 
 def version(options: Namespace) -> int:
     """Versions, as a bug report needs them."""
-    from curvlab import __version__
-
     extras = {
         name: importlib.util.find_spec(name) is not None
         for name in ("matplotlib", "numba", "scipy", "triton")
     }
     facts = {
-        "curvlab": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
+        **versions(),
         "cuda": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "extras": extras,
     }

@@ -12,8 +12,6 @@ ENGINES = (
 SUFFIXES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
-WHICH = "largest magnitude (LM, the default), largest, smallest, or half from both ends"
-
 
 def eig(parser: ArgumentParser) -> None:
     _model(parser)
@@ -25,12 +23,8 @@ def eig(parser: ArgumentParser) -> None:
         metavar="T",
         help="all eigenvalues beyond T, for example 2 / lr, in place of a number of pairs",
     )
-    parser.add_argument(
-        "--tol", type=between(0.0, 1.0), default=1e-3, help="relative residual of each pair (1e-3)"
-    )
-    parser.add_argument("--which", choices=("LM", "LA", "SA", "both"), default="LM", help=WHICH)
-    parser.add_argument("--seed", type=whole(0), default=0, help="of random vectors (0)")
-    parser.add_argument("--max-products", type=whole(1), help="stop after so many products")
+    _search(parser)
+    parser.add_argument("--max-products", type=whole(1), help="most products (no limit)")
     parser.add_argument("--deflate", metavar="FILE", help="leave out a saved basis or eigenpairs")
     _output(parser, "eig.safetensors")
 
@@ -39,7 +33,7 @@ def density(parser: ArgumentParser) -> None:
     _model(parser)
     parser.add_argument("--probes", type=whole(1), default=8, help="random vectors (8)")
     parser.add_argument("--steps", type=whole(1), default=60, help="products with each (60)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of random vectors (0)")
+    _seed(parser)
     parser.add_argument(
         "--log", action="store_true", help="picture over the logarithm of the magnitude"
     )
@@ -49,7 +43,7 @@ def density(parser: ArgumentParser) -> None:
 def trace(parser: ArgumentParser) -> None:
     _model(parser)
     parser.add_argument("--probes", type=whole(1), default=48, help="products (48)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of random vectors (0)")
+    _seed(parser)
     parser.add_argument(
         "--partial", default="trace.partial", help="file that Ctrl-C leaves (trace.partial)"
     )
@@ -58,11 +52,7 @@ def trace(parser: ArgumentParser) -> None:
 def layers(parser: ArgumentParser) -> None:
     _model(parser)
     parser.add_argument("--k", type=whole(1), default=3, help="pairs per layer (3)")
-    parser.add_argument(
-        "--tol", type=between(0.0, 1.0), default=1e-3, help="relative residual of each pair (1e-3)"
-    )
-    parser.add_argument("--which", choices=("LM", "LA", "SA", "both"), default="LM", help=WHICH)
-    parser.add_argument("--seed", type=whole(0), default=0, help="of random vectors (0)")
+    _search(parser)
     _pictures(parser)
 
 
@@ -86,9 +76,7 @@ def plan(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--k", type=whole(0), default=10, help="how many pairs (10); 0 plans one product"
     )
-    parser.add_argument(
-        "--tol", type=between(0.0, 1.0), default=1e-3, help="relative residual of each pair (1e-3)"
-    )
+    _tolerance(parser)
     parser.add_argument(
         "--tasks", type=whole(1), default=1, help="tasks whose pairs the memory holds (1)"
     )
@@ -118,12 +106,6 @@ def profile(parser: ArgumentParser) -> None:
         "--energy", type=between(0.0, 1.0), default=0.99, help="share that layer bases hold (0.99)"
     )
     parser.add_argument("--rounds", type=whole(1), default=5, help="samples of each time (5)")
-
-
-def bench(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "rest", nargs="*", help="for python -m benchmarks, after --; nothing: the list of subjects"
-    )
 
 
 def bench_eig(parser: ArgumentParser) -> None:
@@ -241,6 +223,27 @@ def _model(parser: ArgumentParser) -> None:
         action="store_true",
         help="take products unchecked, as a straight-through estimator needs",
     )
+
+
+def _tolerance(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--tol", type=between(0.0, 1.0), default=1e-3, help="relative residual of each pair (1e-3)"
+    )
+
+
+def _seed(parser: ArgumentParser) -> None:
+    parser.add_argument("--seed", type=whole(0), default=0, help="of random vectors (0)")
+
+
+def _search(parser: ArgumentParser) -> None:
+    _tolerance(parser)
+    parser.add_argument(
+        "--which",
+        choices=("LM", "LA", "SA", "both"),
+        default="LM",
+        help="largest magnitude (LM, the default), largest, smallest, or half from both ends",
+    )
+    _seed(parser)
 
 
 def _output(parser: ArgumentParser, name: str) -> None:

@@ -1,7 +1,5 @@
-"""``bench``: eigensolvers compared on a user's model, leaderboards, and the repository's own."""
+"""``bench eig`` and ``bench merge``: eigensolvers compared on a user's model, and leaderboards."""
 
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -14,33 +12,6 @@ from curvlab.bench.timing import Threads
 from curvlab.cli.load import case, named, operator
 from curvlab.cli.output import emit, say, table
 from curvlab.cli.parser import UsageError
-
-CHECKOUT = (
-    "the benchmarks are not installed with the package: clone the repository and run this in its "
-    "folder, or python -m benchmarks there"
-)
-
-
-def own(options: Namespace) -> int:
-    """Pass on to ``python -m benchmarks`` of a checkout; without arguments, say what there is."""
-    folder = benchmarks_folder()
-    if folder is None:
-        raise UsageError(f"{CHECKOUT}. On your own model: curvlab bench eig --help")
-    rest = [word for word in options.rest if word != "--"]
-    if not rest:
-        say(options, "nothing was started. One of these: curvlab bench -- NAME")
-        say(options, "the most important ones, about 20 minutes: curvlab bench -- --minutes 18")
-        say(options, "on your own model: curvlab bench eig --model FILE.py:F --data FILE.py:G")
-    command = [sys.executable, "-m", "benchmarks", *(rest or ["list"])]
-    return subprocess.run(command, cwd=folder, check=False).returncode
-
-
-def benchmarks_folder() -> Path | None:
-    """The checkout that holds curvlab's own benchmarks: here, or around the package."""
-    for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
-        if (folder / "benchmarks" / "measure.py").is_file() and (folder / "curvlab").is_dir():
-            return folder
-    return None
 
 
 def eig(options: Namespace) -> int:

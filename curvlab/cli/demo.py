@@ -85,7 +85,7 @@ def demo(options: Namespace) -> int:
     load_parameter_vector(model, runs["SGD"][0].snapshots[0])
     some = subset(tasks[0].train, stream.samples, seed=0)
     curvature = Hessian(model, cross_entropy, some)
-    pairs = lanczos(curvature, stream.k, tol=1e-3, progress=False if options.quiet else None)
+    pairs = lanczos(curvature, stream.k, tol=1e-3, progress=options.progress)
     about = provenance(options, curvature)
     del about["arguments"]  # rerun is for the runs, which the rest follows from
     pairs.save(out / "spectrum.safetensors", about)
@@ -129,7 +129,7 @@ def _train(
         learner,
         stream.schedule(stream.low),
         seeds=stream.seeds,
-        progress=False if options.quiet else None,
+        progress=options.progress,
     )
     for run in runs:
         run.save(out / f"{name}-{run.seed}.safetensors", provenance(options))

@@ -144,8 +144,6 @@ def call(spec: str, option: str) -> Any:
         return found
     try:
         return found()
-    except TypeError as error:
-        raise UsageError(f"{option}: {spec}() raised TypeError: {error}") from error
     except Exception as error:
         raise UsageError(f"{option}: {spec}() raised {type(error).__name__}: {error}") from error
 
@@ -237,7 +235,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"--device {name!r} is no device: cpu, cuda, cuda:1") from error
+        raise UsageError(f"--device {name!r} is not a device: cpu, cuda, cuda:1") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: this torch sees no CUDA device; use --device cpu")
     return device

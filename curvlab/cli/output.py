@@ -8,7 +8,7 @@ from typing import Any
 
 
 def emit(options: Namespace, facts: dict[str, Any], text: str) -> None:
-    """Print what was asked for: ``facts`` as one JSON object with ``--json``, else ``text``."""
+    """Print a result: ``facts`` as one JSON object with ``--json``, else ``text``."""
     if options.json:
         sys.stdout.write(json.dumps(_plain(facts)) + "\n")
     else:

@@ -1,4 +1,4 @@
-"""From words to options; what is wrong with them is said in one line."""
+"""Parses the command line; a mistake is reported in one line."""
 
 import argparse
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def build() -> argparse.ArgumentParser:
             description=verb.summary,
             epilog="examples:\n" + "\n".join(f"  {example}" for example in verb.examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # what a file asks to be run must be what it seems
+            allow_abbrev=False,  # rerun reads commands from files: they must be what they seem
         )
         verb.arguments(own)
         own.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -58,8 +58,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     given = list(arguments)
     if " ".join(given[:2]) in VERBS:  # a verb of two words
         given[:2] = [" ".join(given[:2])]
-    first = next((word for word in arguments if not word.startswith("-")), None)
-    if first is not None and first not in VERBS and arguments[0] == first:
+    first = next((word for word in given if not word.startswith("-")), None)
+    if first is not None and first not in VERBS and given[0] == first:
         near = get_close_matches(first, VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         parser.error(f"there is no verb {first!r}{hint} The verbs are {', '.join(VERBS)}")
@@ -68,4 +68,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.print_help()
         parser.exit(2)
     options.arguments = list(arguments)
+    options.progress = False if options.quiet else None  # None shows it on a terminal only
     return options

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import logging
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch.optim import AdamW
 
 from curvlab.basis import Basis
 from curvlab.batches import freeze, rows, sample_count
-from curvlab.cli.bench import CHECKOUT, benchmarks_folder
+from curvlab.bench.timing import seconds_of
 from curvlab.cli.load import CURVATURES, case
 from curvlab.cli.output import emit, say, table
 from curvlab.layerwise import LayerBases, Side, layer_bases
@@ -62,7 +61,7 @@ def profile(options: Namespace) -> int:
     base = made("auto")
     unit = _seconds(base.gradient, options.rounds)
     vector = torch.ones(base.n, dtype=base.dtype, device=base.device)
-    results: dict[str, float | None] = {}
+    results: dict[str, float] = {}
     missing: list[str] = []
     for engine in ("mlp", "retained", "rebuilt", "linearised"):
         try:
@@ -73,9 +72,7 @@ def profile(options: Namespace) -> int:
             continue
         results[f"product, {engine}"] = _seconds(partial(one.__matmul__, vector), options.rounds)
     for dtype in (torch.float32, torch.float16, torch.int8):
-        memory = Basis(base.n, options.rows, dtype=dtype, device=base.device)
-        generator = torch.Generator().manual_seed(0)
-        memory.extend(torch.randn(options.rows, base.n, generator=generator).to(base.device))
+        memory = _random_basis(base, options.rows, dtype)
         flat = vector.float().clone()
         name = f"projection, {options.rows} rows, {str(dtype).removeprefix('torch.')}"
         results[name] = _seconds(partial(memory.project_out_, flat), options.rounds)
@@ -87,9 +84,7 @@ def profile(options: Namespace) -> int:
         "seconds": results,
     }
     lines = [
-        [name, f"{1e3 * seconds:.3f}", f"{seconds / unit:.2f}"]
-        for name, seconds in results.items()
-        if seconds is not None
+        [name, f"{1e3 * seconds:.3f}", f"{seconds / unit:.2f}"] for name, seconds in results.items()
     ]
     head = (
         f"n = {base.n:,}, {count} samples, one gradient {1e3 * unit:.3f} ms; chosen: {base.engine}"
@@ -100,8 +95,6 @@ def profile(options: Namespace) -> int:
     emit(options, facts, f"{text}\n\n{_compared(protections, unit)}")
     if missing:
         say(options, f"not for this model: {', '.join(missing)} (-v says why)")
-    if benchmarks_folder() is None:
-        say(options, f"for the sweep over sizes and peers: {CHECKOUT}")
     return 0
 
 
@@ -113,9 +106,7 @@ def _protections(
     alone = _stepping(model, gradient, options.select, None)[0]
     plain = _seconds(alone, options.rounds)
     for dtype in (torch.float32, torch.int8):
-        basis = Basis(base.n, options.rows, dtype=dtype, device=base.device)
-        generator = torch.Generator().manual_seed(0)
-        basis.extend(torch.randn(options.rows, base.n, generator=generator).to(base.device))
+        basis = _random_basis(base, options.rows, dtype)
         name = f"{options.rows} dense rows, {str(dtype).removeprefix('torch.')}"
         yield _protected(name, model, gradient, options, basis, plain)
     sides: tuple[tuple[Side, str], ...] = (("inputs", "layer bases"), ("both", "Kronecker bases"))
@@ -187,13 +178,13 @@ def _compared(protections: list[Protected], unit: float) -> str:
     return table(head, lines)
 
 
+def _random_basis(base: Curvature, rows: int, dtype: torch.dtype) -> Basis:
+    basis = Basis(base.n, rows, dtype=dtype, device=base.device)
+    generator = torch.Generator().manual_seed(0)
+    basis.extend(torch.randn(rows, base.n, generator=generator).to(base.device))
+    return basis
+
+
 def _seconds(call: Callable[[], Any], rounds: int) -> float:
     call()
-    best = float("inf")
-    for _ in range(rounds):
-        began = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return best
+    return min(seconds_of(call, 1) for _ in range(rounds))

@@ -79,7 +79,8 @@ def plot(options: Namespace) -> int:
     found = [load(name, "eigenpairs", "density", "run") for name in options.files]
     kinds = {type(thing) for thing in found}
     if len(kinds) > 1:
-        raise UsageError("plot takes files of one kind at a time; got " + _types(found))
+        kinds_found = ", ".join(type(thing).__name__ for thing in found)
+        raise UsageError(f"plot takes files of one kind at a time; got {kinds_found}")
     labels = [Path(name).stem for name in options.files]
     if isinstance(found[0], Eigenpairs):
         figure = plots.scree(found, labels if len(found) > 1 else ())
@@ -110,19 +111,21 @@ def rerun(options: Namespace) -> int:
         again.out = str(new)
     shown = shlex.join(["curvlab", *again.arguments])
     say(options, f"the file says that it was made by: {shown}", True)
-    foreign = [name for name in map(_factory, _PLACES, [again] * len(_PLACES)) if name]
+    named = {option: getattr(again, option, None) or "" for option in _PLACES}
+    # names in torch are not code
+    foreign = [f"--{o} {given}" for o, given in named.items() if ":" in given and given not in _OWN]
     if foreign and not options.yes:
         raise UsageError(
             f"running that again calls {', '.join(foreign)}, code that the file names and that is "
             "not one of curvlab's own networks, data or losses. If you trust it, add --yes"
         )
-    again.picture, again.quiet, again.json = [], True, True
-    # What an earlier rerun left is replaced, of whichever model: showing a change is its purpose.
+    again.picture, again.quiet, again.json, again.progress = [], True, True, False
+    # The file of an earlier rerun is replaced, whatever its model: reruns are for showing changes.
     again.overwrite = options.overwrite
     require_free(again, new, manifest["kind"])
     again.overwrite = True
     before = new.stat().st_ino if new.exists() else None
-    with redirect_stdout(StringIO()):  # what is asked for here is the comparison
+    with redirect_stdout(StringIO()):  # the result here is the comparison
         code = VERBS[again.verb].load()(again)
     if not new.exists() or new.stat().st_ino == before:  # a file that is written is a new one
         say(options, "it did not finish", True)
@@ -171,13 +174,6 @@ _OWN = {
 }
 
 
-def _factory(option: str, again: Namespace) -> str | None:
-    """``--option place:name`` if that is none of curvlab's own; names in torch are not code."""
-    given = getattr(again, option, None)
-    known = given is None or ":" not in given or given in _OWN
-    return None if known else f"--{option} {given}"
-
-
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     names = {"parameters": "the parameters", "data": "the data", "engine": "the engine"}
     return [
@@ -219,7 +215,3 @@ def _basis(thing: Basis | Eigenpairs) -> Basis:
     basis = Basis(thing.n, max(1, len(thing)), dtype=wide)
     basis.extend(thing.vectors.to(wide).cpu())
     return basis
-
-
-def _types(things: list[Any]) -> str:
-    return ", ".join(type(thing).__name__ for thing in things)

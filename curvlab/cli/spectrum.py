@@ -12,6 +12,7 @@ from curvlab.basis import Basis
 from curvlab.cli.load import operator
 from curvlab.cli.output import emit, say
 from curvlab.cli.parser import UsageError
+from curvlab.cli.results import load
 from curvlab.cli.target import provenance, require_free
 from curvlab.eigen import (
     Checkpoint,
@@ -22,11 +23,10 @@ from curvlab.eigen import (
     lanczos,
     layer_spectra,
     spectral_density,
+    trace as estimate_trace,
 )
-from curvlab.eigen import trace as estimate_trace
 from curvlab.eigen.checkpoint import previous
 from curvlab.operators import Curvature
-from curvlab.storage import StorageError, read_manifest
 
 Result = TypeVar("Result")
 
@@ -53,7 +53,7 @@ def eig(options: Namespace) -> int:
                 max_products=options.max_products,
                 deflate=deflate,
                 checkpoint=Checkpoint(partial, every=25),
-                progress=False if options.quiet else None,
+                progress=options.progress,
             ),
         )
     )
@@ -99,7 +99,7 @@ def _all_above(options: Namespace, curvature: Curvature) -> Eigenpairs:
         which=options.which,
         tol=options.tol,
         seed=options.seed,
-        progress=False if options.quiet else None,
+        progress=options.progress,
     )
 
 
@@ -118,7 +118,7 @@ def density(options: Namespace) -> int:
             steps=options.steps,
             seed=options.seed,
             checkpoint=partial,
-            progress=False if options.quiet else None,
+            progress=options.progress,
         ),
     )
     if found is None:
@@ -174,7 +174,7 @@ def trace(options: Namespace) -> int:
             probes=options.probes,
             seed=options.seed,
             checkpoint=partial,
-            progress=False if options.quiet else None,
+            progress=options.progress,
         ),
     )
     if found is None:
@@ -196,7 +196,7 @@ def layers(options: Namespace) -> int:
         which=options.which,
         tol=options.tol,
         seed=options.seed,
-        progress=False if options.quiet else None,
+        progress=options.progress,
     )
     pictures = _draw(options, "layers", found)
     facts = {
@@ -267,14 +267,5 @@ def _target(name: str) -> Path:
 
 
 def _directions(name: str | None) -> Basis | Tensor | None:
-    if name is None:
-        return None
-    try:
-        kind = read_manifest(name)["kind"]
-        if kind == "basis":
-            return Basis.load(name)
-        if kind == "eigenpairs":
-            return Eigenpairs.load(name).vectors
-    except StorageError as error:
-        raise UsageError(f"--deflate: {error}") from error
-    raise UsageError(f"--deflate takes a saved basis or eigenpairs; {name} holds a {kind}")
+    found = None if name is None else load(name, "basis", "eigenpairs")
+    return found.vectors if isinstance(found, Eigenpairs) else found

@@ -1,8 +1,8 @@
 """Result files: what a command writes into one, and which ones it may replace.
 
-A file is replaced without a word only by the result that it already is: of the same kind, asked for
-in the same way, of the same model and data. Anything else may be the only copy of hours of work, so
-that it takes ``--overwrite``. Pictures are always replaced: they can be drawn again.
+A file is replaced silently only by the same result: the same kind, the same request, the same model
+and data. Anything else may be the only copy of hours of work and takes ``--overwrite``. Pictures
+are always replaced: they can be drawn again.
 """
 
 from argparse import Namespace
@@ -14,12 +14,12 @@ from curvlab.eigen.identity import MEASURED, shown
 from curvlab.operators import Curvature
 from curvlab.storage import StorageError, read_manifest
 
-# Options that do not change a result, or that the digests of model and data stand for.
+# Options that do not change a result, or that the digests of model and data already cover.
 _NO_PART = {
     "arguments", "budget", "checkpoint", "data", "device", "json", "log", "model", "out",
-    "overwrite", "picture", "quiet", "samples", "verbose",
+    "overwrite", "picture", "progress", "quiet", "samples", "verbose",
 }  # fmt: skip
-_TOLD = ("request", "arguments", "cwd")  # how it was asked for, not what it is of
+_TOLD = ("request", "arguments", "cwd")  # how it was requested, not what it is a result of
 
 
 def provenance(options: Namespace, curvature: Curvature | None = None) -> dict[str, Any]:

@@ -113,12 +113,6 @@ VERBS: dict[str, Verb] = {
         add.bench_merge,
         ("curvlab bench merge mine.jsonl yours.jsonl --out both.jsonl --picture both.png",),
     ),
-    "bench": Verb(
-        "curvlab's own benchmarks, in a checkout of the repository",
-        "curvlab.cli.bench:own",
-        add.bench,
-        ("curvlab bench", "curvlab bench -- products --size small"),
-    ),
     "demo": Verb(
         "learn three tasks with and without the projection: spectrum, table, pictures",
         "curvlab.cli.demo:demo",

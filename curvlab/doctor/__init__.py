@@ -1,10 +1,9 @@
-"""A visit before hours are spent: what would make the curvature of this model wrong or slow?
+"""A check before a long computation: what would make the curvature of this model wrong or slow?
 
     print(doctor(model, cross_entropy, loader))
 
-Nothing of the model, the data or the global generators changes. Every trap that is found comes with
-its cure and with who applies it: curvlab by itself, curvlab once it is told what is wanted (it
-refuses until then), or you.
+The model, the data and the global generators stay as they are. Every trap found comes with its cure
+and with who applies it: curvlab by itself, curvlab once you choose (it refuses until then), or you.
 """
 
 from collections.abc import Sequence
@@ -13,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvlab.doctor import data as data_checks
-from curvlab.doctor import modules, trial
+from curvlab.doctor import data as data_checks, modules, trial
 from curvlab.doctor.report import Finding, Report, report
 from curvlab.operators import Objective
 from curvlab.operators.objective import Loss, Reduction
@@ -47,7 +45,7 @@ def doctor(
     if dtype is not None:
         settled = {"mixed dtypes", "half precision"}
         findings = [
-            Finding(f.trap, f.level, f.what, f"nothing: dtype={dtype} does it", "yes")
+            Finding(f.trap, f.what, f"nothing: dtype={dtype} does it", level=f.level)
             if f.trap in settled
             else f
             for f in findings

@@ -1,4 +1,4 @@
-"""What can be seen of the data: will every product see the same, and each sample once?"""
+"""What the data show: will every product use the same samples, each of them once?"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,10 +21,9 @@ def look(
         findings.append(
             Finding(
                 "dropped samples",
-                "note",
                 "the DataLoader has drop_last=True: samples of a short last batch are left out",
                 "drop_last=False: short batches are weighed by their samples",
-                "no",
+                handled="no",
             )
         )
     batches: Batches | None = None
@@ -32,7 +31,9 @@ def look(
         batches = read(data, bare=bare, together=together)
     except (TypeError, ValueError) as error:
         trap = error.trap if isinstance(error, Refusal) else Trap.UNUSABLE_DATA
-        findings.append(Finding(trap.title, "wrong", str(error), trap.cure, "refused"))
+        findings.append(
+            Finding(trap.title, str(error), trap.cure, level="wrong", handled="refused")
+        )
         try:
             batches = freeze(data, bare=bare)  # to look further
         except (TypeError, ValueError):
@@ -45,41 +46,39 @@ def _contents(batches: Batches, device: torch.device) -> Iterator[Finding]:
     if batches.taken == IN_ORDER:
         yield Finding(
             "shuffling loader",
-            "note",
             "the DataLoader gives the same samples in another order each time",
             "nothing: they are read once, in the data set's own order, and kept",
-            "yes",
         )
     for sizes in batches.sizes:
         if sizes is None:
             yield Finding(
                 "samples that cannot be counted",
-                "note",
                 "a batch has no common first dimension: it is never cut",
                 "count=, a function of a batch, says how its mean is weighed",
-                "yes" if len(batches) == 1 else "refused",
+                handled="yes" if len(batches) == 1 else "refused",
             )
         elif len(set(sizes)) > 1:
             yield Finding(
                 "partial batches",
-                "note",
                 f"batches have {min(sizes)} to {max(sizes)} samples: the mean of their means would "
                 "weigh the short ones too much",
                 "nothing: the mean is over samples",
-                "yes",
             )
     everything = [tensor for batch in batches.joined for tensor in tensors(batch)]
     floats = [tensor for tensor in everything if tensor.is_floating_point()]
     if not all(bool(tensor.isfinite().all()) for tensor in floats):
         yield Finding(
-            "NaN in data", "wrong", "a batch holds NaN or infinity", "drop those samples", "refused"
+            "NaN in data",
+            "a batch holds NaN or infinity",
+            "drop those samples",
+            level="wrong",
+            handled="refused",
         )
     elsewhere = {str(tensor.device) for tensor in everything if tensor.device != device}
     if elsewhere:
         yield Finding(
             "data on another device",
-            "slow",
             f"data are on {', '.join(sorted(elsewhere))}, the model on {device}",
             "nothing: data are moved once, when the operator is made",
-            "yes",
+            level="slow",
         )

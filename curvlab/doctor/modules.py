@@ -21,10 +21,8 @@ def look(model: nn.Module, policies: frozenset[str]) -> Iterator[Finding]:
     if inner is not model:
         yield Finding(
             "wrapped model",
-            "note",
             f"the model is wrapped in {type(model).__name__}, whose second derivatives raise",
             "nothing: the module inside is used; results carry its parameter names",
-            "yes",
         )
     yield from _train_mode(inner, policies)
     yield from _layers(inner)
@@ -38,65 +36,66 @@ def _train_mode(model: nn.Module, policies: frozenset[str]) -> Iterator[Finding]
         covered = "frozen-masks" in policies
         yield Finding(
             "train-mode dropout",
-            "wrong",
             f"{_some(dropping)} draw{_s(dropping)} another mask in every product",
             'model.eval(), or mode="eval"; mode="frozen-masks" for the curvature of one mask',
-            "yes" if covered else "refused",
+            level="wrong",
+            handled="yes" if covered else "refused",
         )
     batchnorm = [n for n, m in training if isinstance(m, _BatchNorm)]
     covered = "batch-statistics" in policies
     if batchnorm:
         yield Finding(
             "train-mode BatchNorm",
-            "wrong",
             f"{_some(batchnorm)} couple{_s(batchnorm)} the samples of a batch: the loss of a "
             "sample depends on its neighbours",
             'model.eval(), or mode="eval"; mode="batch-statistics" if that coupling is wanted',
-            "yes" if covered else "refused",
+            level="wrong",
+            handled="yes" if covered else "refused",
         )
     norms = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm)]
     without = [n for n, m in norms if m.running_mean is None and n not in batchnorm]
     if without:
         yield Finding(
             "BatchNorm without statistics",
-            "wrong",
             f"{_some(without)} keep{_s(without)} no running statistics and couples samples even in "
             "eval mode",
             'mode="batch-statistics", or track_running_stats=True',
-            "yes" if covered else "refused",
+            level="wrong",
+            handled="yes" if covered else "refused",
         )
     fresh = [n for n, m in norms if m.num_batches_tracked is not None and not m.num_batches_tracked]
     if fresh:
         yield Finding(
             "BatchNorm never trained",
-            "note",
             f"{_some(fresh)} still ha{'s' if len(fresh) == 1 else 've'} the initial statistics: in "
             "eval mode activations may grow until the loss saturates and its curvature vanishes",
             "load the trained buffers too, or run some batches in train mode first",
-            "no",
+            handled="no",
         )
+
+
+def fused_attention(where: str) -> Finding:
+    """``where`` names what uses it and ends in a verb: "... fused attention, which has"."""
+    return Finding(
+        "fused attention",
+        f"{where} no second derivative; the written-out one keeps heads x tokens x tokens numbers",
+        "nothing; budget= or smaller chunks if memory is short",
+        level="slow",
+    )
 
 
 def _layers(model: nn.Module) -> Iterator[Finding]:
     attention = [n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
     if attention:
-        yield Finding(
-            "fused attention",
-            "slow",
-            f"{_some(attention)} use{_s(attention)} fused attention, which has no second "
-            "derivative; the written-out one keeps heads x tokens x tokens numbers",
-            "nothing; budget= or smaller chunks if memory is short",
-            "yes",
-        )
+        yield fused_attention(f"{_some(attention)} use{_s(attention)} fused attention, which has")
     recurrent = [n for n, m in model.named_modules() if isinstance(m, nn.RNNBase)]
     if recurrent:
         yield Finding(
             "fused recurrent layer",
-            "slow",
             f"{_some(recurrent)} ha{'s' if len(recurrent) == 1 else 've'} no second derivative in "
             "its fused kernels",
             "nothing: the unfused ones are used",
-            "yes",
+            level="slow",
         )
 
 
@@ -106,10 +105,10 @@ def _parameters(model: nn.Module) -> Iterator[Finding]:
     if lazy:
         yield Finding(
             "uninitialised parameters",
-            "wrong",
             f"{_some(lazy)} ha{'s' if len(lazy) == 1 else 've'} no shape yet",
             "run one batch through the model first",
-            "no",
+            level="wrong",
+            handled="no",
         )
         return
     every = list(model.named_parameters(remove_duplicate=False))
@@ -117,27 +116,23 @@ def _parameters(model: nn.Module) -> Iterator[Finding]:
     if tied:
         yield Finding(
             "tied parameters",
-            "note",
             f"{_some(tied)} share{_s(tied)} memory with a parameter of another name",
             "nothing: it is one block of the vector, under its first name",
-            "yes",
         )
     frozen = [n for n, p in named.items() if not p.requires_grad]
     if frozen and len(frozen) < len(named):
         yield Finding(
             "frozen parameters",
-            "note",
             f"{_some(frozen)} require{_s(frozen)} no gradient and are left out of the curvature",
             "select= takes them in, by name",
-            "yes",
         )
     if not named or len(frozen) == len(named):
         yield Finding(
             "nothing to differentiate",
-            "wrong",
             "the model has no parameters" if not named else "every parameter is frozen",
             "unfreeze some, or name them with select=",
-            "refused",
+            level="wrong",
+            handled="refused",
         )
     yield from _kinds({n: p for n, p in named.items() if p.requires_grad})
 
@@ -147,36 +142,36 @@ def _kinds(named: dict[str, nn.Parameter]) -> Iterator[Finding]:
     if len(dtypes) > 1:
         yield Finding(
             "mixed dtypes",
-            "wrong",
             f"the parameters are {', '.join(sorted(map(str, dtypes)))}",
             "dtype=torch.float32 (or float64) evaluates everything in one",
-            "refused",
+            level="wrong",
+            handled="refused",
         )
     elif dtypes and not dtypes <= {torch.float32, torch.float64}:
         yield Finding(
             "half precision",
-            "wrong",
             f"the parameters are {next(iter(dtypes))}: second derivatives would be mostly rounding",
             'dtype=torch.float32, with precision="bfloat16" if the speed is wanted',
-            "refused",
+            level="wrong",
+            handled="refused",
         )
     devices = {str(p.device) for p in named.values()}
     if len(devices) > 1:
         yield Finding(
             "several devices",
-            "wrong",
             f"the parameters are on {', '.join(sorted(devices))}",
             "move the model to one device, or select= the part on one",
-            "refused",
+            level="wrong",
+            handled="refused",
         )
     broken = [n for n, p in named.items() if not p.is_meta and not bool(p.isfinite().all())]
     if broken:
         yield Finding(
             "NaN in parameters",
-            "wrong",
             f"{_some(broken)} hold{_s(broken)} NaN or infinity",
             "load an earlier checkpoint; lower the learning rate",
-            "refused",
+            level="wrong",
+            handled="refused",
         )
 
 

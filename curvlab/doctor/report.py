@@ -1,4 +1,4 @@
-"""What a doctor's visit finds, and how it is told."""
+"""What the doctor finds, and how it is reported."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,18 +19,18 @@ class Finding:
 
     Attributes:
         trap: A short name, the same in every report.
-        level: ``"wrong"``: curvature would be wrong, or not exist; ``"slow"``: it would take longer
-            than it must; ``"note"``: worth knowing.
         what: What was seen, with names.
         cure: What to do.
+        level: ``"wrong"``: curvature would be wrong, or not exist; ``"slow"``: it would take longer
+            than it must; ``"note"``: worth knowing.
         handled: Whether curvlab does the right thing, refuses, or leaves it to you.
     """
 
     trap: str
-    level: Level
     what: str
     cure: str
-    handled: Handled
+    level: Level = "note"
+    handled: Handled = "yes"
 
     @property
     def open(self) -> bool:

@@ -1,4 +1,4 @@
-"""What only shows when the model runs: a small operator is made, multiplied with and compared."""
+"""What only shows when the model runs: a small operator is made, used and compared."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +8,7 @@ from torch import nn
 
 from curvlab.batches import Batches, sample_count
 from curvlab.doctor.differences import compare
+from curvlab.doctor.modules import fused_attention
 from curvlab.doctor.report import Finding
 from curvlab.operators import Hessian
 from curvlab.operators.problem import ChunkSize, Problem
@@ -47,11 +48,11 @@ def look(
     except (RuntimeError, IndexError, KeyError, AttributeError) as error:
         yield Finding(
             "model does not run",
-            "wrong",
             f"on {sample_count(few) or 'the first'} samples: {type(error).__name__}: "
             f"{str(error).splitlines()[0]}",
             "run loss(model(inputs), targets) by hand on one batch",
-            "no",
+            level="wrong",
+            handled="no",
         )
         return
     yield from _derivatives(operator)
@@ -72,63 +73,49 @@ def _runs(model: nn.Module, loss: Any, few: Any, mode: Any, options: Any) -> boo
 def _compared(
     model: nn.Module, loss: Any, few: Any, options: Any, chunk: ChunkSize
 ) -> Iterator[Finding]:
-    """Derivatives against differences, in float64."""
+    """The gradient against differences, in float64."""
     fine = {**options, "dtype": _FINE, "whole_batches": chunk == "batch"}
     try:
         yield from compare(Problem(model, loss, [few], **fine))
     except (RuntimeError, ValueError) as error:
         yield Finding(
             "float64 does not run",
-            "note",
             f"derivatives could not be compared with differences: {str(error).splitlines()[0]}",
             "a layer insists on its own dtype: convert its inputs with .to(weight.dtype)",
-            "no",
+            handled="no",
         )
 
 
 def _seen(problem: Problem) -> Iterator[Finding]:
     modules = any(isinstance(m, nn.MultiheadAttention) for m in problem.model.modules())
     if problem.attention and not modules:
-        yield Finding(
-            "fused attention",
-            "slow",
-            "the forward pass calls scaled_dot_product_attention, whose fused back ends have no "
-            "second derivative; the written-out one keeps heads x tokens x tokens numbers",
-            "nothing; budget= or smaller chunks if memory is short",
-            "yes",
+        yield fused_attention(
+            "the forward pass calls scaled_dot_product_attention, whose fused back ends have"
         )
     if problem.inputs_change:
         yield Finding(
             "inputs written to",
-            "note",
             "the forward pass changes its inputs in place",
             "nothing: it gets a copy every time",
-            "yes",
         )
     if problem.autocast:
         yield Finding(
             "autocast inside",
-            "note",
             "the model turns autocast on in its forward pass, which would round some products and "
             "not others",
             'nothing: it is left out, so that products are exact; precision="bfloat16" uses it',
-            "yes",
         )
     if problem.whole and sample_count(problem.batches.joined[0]) is not None and not problem.asked:
         yield Finding(
             "coupled samples",
-            "note",
             "the loss of a batch can be computed whole but not in parts, as a graph's can",
             'nothing for one batch: it is never cut; chunk="batch" for several',
-            "yes",
         )
     if problem.reduction == "sum":
         yield Finding(
             "summed loss",
-            "note",
             "the loss adds up over samples: eigenvalues grow with the amount of data",
             "nothing, if that is wanted",
-            "yes",
         )
 
 
@@ -148,25 +135,24 @@ def _derivatives(operator: Hessian) -> Iterator[Finding]:
         if unused and len(unused) < len(layout.names):
             yield Finding(
                 "unused parameters",
-                "note",
                 f"{', '.join(unused[:3])}{' and more' if len(unused) > 3 else ''} did not affect "
                 "the loss of the first samples: their rows of the curvature are zero",
                 "nothing, or select= without them: vectors get shorter",
-                "yes",
             )
     scale = float(torch.linalg.vector_norm(image) / torch.linalg.vector_norm(vector))
     if scale <= 1e-7:
         yield Finding(
             "no curvature",
-            "note",
             f"a product with a random vector is {scale:.1e} of its length: the loss is saturated, "
             "or linear in the parameters",
             "look at the loss and the BatchNorm statistics; an eigensolver would return rounding",
-            "no",
+            handled="no",
         )
 
 
 def _refused(error: ValueError | TypeError) -> Finding:
     if isinstance(error, Refusal):
-        return Finding(error.trap.title, "wrong", str(error), error.trap.cure, "refused")
-    return Finding("refused", "wrong", str(error), "as the message says", "refused")
+        return Finding(
+            error.trap.title, str(error), error.trap.cure, level="wrong", handled="refused"
+        )
+    return Finding("refused", str(error), "as the message says", level="wrong", handled="refused")

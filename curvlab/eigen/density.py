@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlab.eigen.estimate import Estimate, check_positive, random_signs
+from curvlab.checks import whole
+from curvlab.eigen.estimate import Estimate, random_signs
 from curvlab.eigen.products import Products
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
@@ -244,7 +245,7 @@ def spectral_density(
             ``checkpoint``.
     """
     products = Products(as_operator(operator), None, near_one=True)
-    check_positive(probes=probes, steps=steps)
+    whole(probes=probes, steps=steps)
     products.probe(seed)
     steps = min(steps, products.n)
     asked = {"probes": probes, "steps": steps, "seed": seed}

@@ -61,10 +61,3 @@ def blocks(products: Products, count: int) -> list[int]:
     """Sizes of the blocks that ``count`` vectors are multiplied in: few where vectors are long."""
     size = max(1, min(8, (1 << 25) // products.width))
     return [min(size, count - first) for first in range(0, count, size)]
-
-
-def check_positive(**numbers: int) -> None:
-    """Raise unless every argument is a whole number of at least 1."""
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}= is a whole number of at least 1; got {value!r}")

@@ -17,7 +17,7 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from curvlab.eigen.estimate import check_positive
+from curvlab.checks import whole
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import Eigenpairs, NotConvergedError
 from curvlab.eigen.source import Source, as_operator
@@ -96,7 +96,7 @@ def solve(
     """
     began = time.perf_counter()
     products = Products(as_operator(operator), None, near_one=True)
-    check_positive(max_products=max_products)
+    whole(max_products=max_products)
     far = far_exponent(b) if isinstance(b, Tensor) else 0
     b = brought_near(b, far) if far else b  # its squares would leave float64
     _check(products, b, damping, tol)

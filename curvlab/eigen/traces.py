@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from curvlab.checks import whole
 from curvlab.eigen.estimate import (
     Estimate,
     blocks,
-    check_positive,
     dots,
     finite_images,
     random_signs,
@@ -54,7 +54,7 @@ def trace(
             rest), once everything done is in ``checkpoint``.
     """
     products = Products(as_operator(operator), None, near_one=True)
-    check_positive(probes=probes)
+    whole(probes=probes)
     products.probe(seed)
     third = max(1, probes // 3)
     if third >= products.n and not products.space.sharded:
@@ -169,7 +169,7 @@ def diagonal(
         Interrupted: As for :func:`trace`.
     """
     products = Products(as_operator(operator), None, near_one=True)
-    check_positive(probes=probes)
+    whole(probes=probes)
     if probes < 2:
         raise ValueError("diagonal needs probes >= 2 for an error bar")
     products.probe(seed)

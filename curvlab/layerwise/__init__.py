@@ -1,6 +1,9 @@
 """Subspaces of what flows into and back out of every layer: memories of factors, not of rows."""
 
-from curvlab.layerwise.bases import LayerBases, LayerBasis, Side, layer_bases
-from curvlab.layerwise.layers import Layer, layers_of
-
-__all__ = ["Layer", "LayerBases", "LayerBasis", "Side", "layer_bases", "layers_of"]
+from curvlab.layerwise.bases import (
+    LayerBases as LayerBases,
+    LayerBasis as LayerBasis,
+    Side as Side,
+    layer_bases as layer_bases,
+)
+from curvlab.layerwise.layers import Layer as Layer, layers_of as layers_of

@@ -23,7 +23,6 @@ called) has no matrix acting on inputs, and :func:`curvlab.protect` holds it whe
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.basis import Basis
+from curvlab.checks import inside
 from curvlab.layerwise import files
 from curvlab.layerwise.collect import Seen, collect, finite
 from curvlab.layerwise.layers import Layer, layers_of
@@ -104,10 +104,7 @@ class LayerBases:
         task: str = "",
     ) -> None:
         """Add what another task needs; arguments as for :func:`layer_bases`."""
-        if isinstance(energy, bool) or not isinstance(energy, Real):
-            raise TypeError(f"energy= is a number between 0 and 1; got {energy!r}")
-        if not 0.0 <= energy <= 1.0:
-            raise ValueError(f"energy= is a share, between 0 and 1; got {energy}")
+        inside("[0, 1]", energy=energy)
         model = inner(model)
         layers = _chosen(model, select)
         seen = collect(
@@ -248,7 +245,7 @@ def _chosen(model: nn.Module, select: Selection) -> list[Layer]:
 def _extended(
     known: LayerBasis | None, layer: Layer, seen: Seen, share: float, task: str, double: bool
 ) -> LayerBasis | None:
-    """``known`` with what was seen; ``None`` if nothing is known of a layer never called."""
+    """``known`` extended by what was seen; ``None`` for a layer that was never called."""
     dtype = torch.float64 if double else torch.float32
     shape = LayerBasis(layer.outputs, layer.inputs, layer.bias is not None)
     shape.tokens = None if seen.tokens is None else seen.tokens.cpu()
@@ -281,7 +278,7 @@ def _grown(
     share: float,
     task: str,
 ) -> Basis:
-    """A copy of what is known with what ``triangle`` adds: who fails half-way changed nothing."""
+    """A copy of ``known`` with what ``triangle`` adds; a failure half-way then changes nothing."""
     basis = Basis(width, width, dtype=dtype) if known is None else known.copy()
     if triangle is not None:
         extend_to_share(basis, triangle.cpu(), share, task=task)

@@ -118,6 +118,7 @@ def collect(
                     "own, batches that are dicts with labels"
                 )
             else:
+                # times the samples: a mean's gradients would shrink with the batch they came in
                 _backward(whole(model, moved) * (sample_count(moved) or 1), seen)
 
     found, cut, total = empty(), None, 0
@@ -154,7 +155,7 @@ def _may_cut(
 
 @contextmanager
 def watching(model: nn.Module, layers: Sequence[Layer], seen: Sequence[Seen]) -> Iterator[None]:
-    """Within it, calls of ``model`` fill ``seen``; every module is in eval mode and then as it was.
+    """Inside, calls of ``model`` fill ``seen``, in eval mode; the modes are then restored.
 
     A layer that is called several times in a pass is seen every time.
     """
@@ -208,7 +209,7 @@ def _empty(layer: Layer, inputs: bool, gradients: bool, device: torch.device) ->
         if wanted and width > WIDEST:
             raise ValueError(
                 f"layer {layer.modules[0]!r} has {width:,} {what}: "
-                f"its subspace takes a square matrix of that width, and {WIDEST:,} is the most. "
+                f"its subspace takes a square matrix of that width, and {WIDEST:,} is the limit. "
                 "Leave it out with select=, or take side='inputs' for a wide output layer"
             )
     return Seen(

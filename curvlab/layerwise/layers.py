@@ -70,8 +70,8 @@ def layers_of(model: nn.Module) -> list[Layer]:
             continue
         if layer.bias is not None and biases.setdefault(id(module.bias), name) != name:
             raise ValueError(
-                f"layers {biases[id(module.bias)]!r} and {name!r} have one bias and weights of "
-                "their own: their outputs cannot be held together. Give each its own bias"
+                f"layers {biases[id(module.bias)]!r} and {name!r} share a bias but not their "
+                "weights: their outputs cannot be held together. Give each its own bias"
             )
         known = embeddings if layer.tokens else found
         number = id(module.weight)
@@ -81,9 +81,9 @@ def layers_of(model: nn.Module) -> list[Layer]:
             known[number] = replace(known[number], modules=(*known[number].modules, name))
         else:
             raise ValueError(
-                f"layers {known[number].modules[0]!r} and {name!r} have one weight and biases of "
-                "their own: their outputs cannot be held together. Give each its own weight, or "
-                "leave their biases out"
+                f"layers {known[number].modules[0]!r} and {name!r} share a weight but not their "
+                "biases: their outputs cannot be held together. Give each its own weight, or leave "
+                "their biases out"
             )
     return [*found.values(), *embeddings.values()]
 
@@ -116,7 +116,7 @@ def _layer(name: str, module: nn.Module) -> Layer | None:
 
 
 def _acts_otherwise(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a subclass, or who replaced its methods, does something else with the weight."""
+    """Whether a subclass or a replaced method does something else with the weight."""
     return any(
         getattr(getattr(module, name), "__func__", None) is not getattr(kind, name)
         for name in ("forward", "_conv_forward")
@@ -179,13 +179,13 @@ def _refuse_hidden(model: nn.Module) -> None:
 
 
 def refuse_one_memory(named: Iterable[tuple[object, Tensor]]) -> None:
-    """Raise if two of the parameters lie in one place: each would be held by itself."""
+    """Raise if two parameters share memory without being one: each would be held by itself."""
     taken: dict[int, object] = {}
     for name, parameter in named:
         if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
             other = taken.setdefault(parameter.data_ptr(), name)
             if other != name:
                 raise ValueError(
-                    f"parameters {other!r} and {name!r} are two with one memory (tied by .data): "
-                    "an optimizer moves each by itself. Tie them by assigning the parameter"
+                    f"parameters {other!r} and {name!r} share one memory (tied by .data), but an "
+                    "optimizer moves each by itself. Tie them by assigning the parameter"
                 )

@@ -42,8 +42,7 @@ class Triangle:
         return self._waiting[0]
 
     def distance(self, other: "Triangle") -> float:
-        """How far the Gram matrices lie apart, of the first one's size, by their products with a
-        random vector."""
+        """Relative distance of the Gram matrices, by their products with a random vector."""
         generator = torch.Generator().manual_seed(0)
         vector = torch.randn(self.width, generator=generator, dtype=torch.float64)
         one, two = (torch.zeros(self.width, dtype=torch.float64) if found is None

@@ -1,42 +1,19 @@
 """Continual learners: one small protocol (:class:`Learner`), one file per algorithm."""
 
-from curvlab.learners.agem import AGEM
-from curvlab.learners.base import SGD, Learner
-from curvlab.learners.der import DER
-from curvlab.learners.er import ER
-from curvlab.learners.ewc import EWC
-from curvlab.learners.gpm import GPM
-from curvlab.learners.kwinners import HeterogeneousDropout
-from curvlab.learners.lwf import LwF
-from curvlab.learners.ogd import OGD
-from curvlab.learners.packnet import PackNet
-from curvlab.learners.population import Population
-from curvlab.learners.powerprop import Powerpropagation
-from curvlab.learners.progressive import Progressive
-from curvlab.learners.sgd_dagger import SGDDagger
-from curvlab.learners.spacenet import SpaceNet
-from curvlab.learners.stacked import StackedMLP, population_of
-from curvlab.learners.step import Batch, Step
-
-__all__ = [
-    "AGEM",
-    "DER",
-    "ER",
-    "EWC",
-    "GPM",
-    "OGD",
-    "SGD",
-    "Batch",
-    "HeterogeneousDropout",
-    "Learner",
-    "LwF",
-    "PackNet",
-    "Population",
-    "Powerpropagation",
-    "Progressive",
-    "SGDDagger",
-    "SpaceNet",
-    "StackedMLP",
-    "Step",
-    "population_of",
-]
+from curvlab.learners.agem import AGEM as AGEM
+from curvlab.learners.base import SGD as SGD, Learner as Learner
+from curvlab.learners.der import DER as DER
+from curvlab.learners.er import ER as ER
+from curvlab.learners.ewc import EWC as EWC
+from curvlab.learners.gpm import GPM as GPM
+from curvlab.learners.kwinners import HeterogeneousDropout as HeterogeneousDropout
+from curvlab.learners.lwf import LwF as LwF
+from curvlab.learners.ogd import OGD as OGD
+from curvlab.learners.packnet import PackNet as PackNet
+from curvlab.learners.population import Population as Population
+from curvlab.learners.powerprop import Powerpropagation as Powerpropagation
+from curvlab.learners.progressive import Progressive as Progressive
+from curvlab.learners.sgd_dagger import SGDDagger as SGDDagger
+from curvlab.learners.spacenet import SpaceNet as SpaceNet
+from curvlab.learners.stacked import StackedMLP as StackedMLP, population_of as population_of
+from curvlab.learners.step import Batch as Batch, Step as Step

@@ -5,16 +5,16 @@ loses its part along r. After each task as many of its samples as of every other
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlab.checks import whole
 from curvlab.learners.base import Learner
-from curvlab.learners.checks import whole
 from curvlab.learners.population import Population
-from curvlab.learners.seeds import derived_generator
-from curvlab.tasks.samples import Samples, Task, subset
+from curvlab.learners.seeds import derived_generator, drawn
+from curvlab.storage import series
+from curvlab.tasks.samples import Samples, Task
 
 
 class AGEM(Learner):
@@ -26,11 +26,11 @@ class AGEM(Learner):
     """
 
     serves_later_tasks = True
+    settings = ("size", "batch")
 
     def __init__(self, size: int = 200, *, batch: int = 10) -> None:
         super().__init__()
-        whole("size", size)
-        whole("batch", batch)
+        whole(size=size, batch=batch)
         self.size, self.batch = size, batch
         self._per_task = 0
         self._kept: list[tuple[Tensor, Tensor]] = []  # by task: (S, m, ...) and (S, m)
@@ -48,6 +48,7 @@ class AGEM(Learner):
             return
         reference = self._reference(population)
         gradients = population.gradients
+        # float64: where g and r nearly cancel, rounding would decide the sign
         along = (gradients.double() * reference).sum(1)
         square = reference.square().sum(1)
         # nothing to remove where they agree; where r is 0, so is the product
@@ -58,13 +59,13 @@ class AGEM(Learner):
         """The gradient ``(S, P)``, float64, of the mean loss on samples of the memory."""
         batch = population.batch
         if batch is None:
-            raise RuntimeError("outside a step: learn() calls it")
+            raise RuntimeError("called outside a step: only learn() calls it")
         at = (batch.step.task, batch.step.step)
         # how many of which task: the same for every run, so a function of the position alone
-        drawn = torch.randint(0, len(self._kept), (self.batch,),
+        which = torch.randint(0, len(self._kept), (self.batch,),
                               generator=derived_generator(0, "agem tasks", *at))  # fmt: skip
         parts = []
-        for task, count in enumerate(torch.bincount(drawn, minlength=len(self._kept)).tolist()):
+        for task, count in enumerate(torch.bincount(which, minlength=len(self._kept)).tolist()):
             inputs, targets = self._kept[task]
             chosen = torch.stack([
                 torch.randint(0, targets.shape[1], (count,),
@@ -85,19 +86,14 @@ class AGEM(Learner):
 
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         chosen = [
-            subset(samples, min(self._per_task, len(samples)),
-                   seed=derived_generator(seed, "agem memory", task))
-            for seed in population.seeds
-        ]  # fmt: skip
+            drawn(samples, self._per_task, seed, "agem memory", task) for seed in population.seeds
+        ]
         inputs = torch.stack([one.inputs for one in chosen])
         targets = torch.stack([one.targets for one in chosen])
         self._kept.append((inputs, targets))
         sizes = [t.numel() * t.element_size() for pair in self._kept for t in pair]
         kept = sum(targets.shape[1] for _, targets in self._kept)
         self.notes.append({"kept": kept, "memory_bytes": sum(sizes) // population.size})
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "size": self.size, "batch": self.batch}
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -107,7 +103,5 @@ class AGEM(Learner):
         }
 
     def load_state(self, population: Population, tensors: dict[str, Tensor]) -> None:
-        names = [(f"inputs/{t}", f"targets/{t}") for t in range(len(tensors) // 2)]
-        self._kept = [
-            (tensors[a].to(population.device), tensors[b].to(population.device)) for a, b in names
-        ]
+        here = {name: tensor.to(population.device) for name, tensor in tensors.items()}
+        self._kept = list(zip(series(here, "inputs"), series(here, "targets"), strict=True))

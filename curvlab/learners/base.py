@@ -1,4 +1,4 @@
-"""What a learner is: plain SGD, with the few moments at which other algorithms differ from it.
+"""A learner is plain SGD with a few hooks, where other algorithms do something else.
 
 The loop (:func:`curvlab.training.learn`) trains S seeds side by side. All state of the runs is in
 the :class:`~curvlab.learners.population.Population`: ``parameters``, ``gradients`` (and
@@ -16,12 +16,12 @@ the :class:`~curvlab.learners.population.Population`: ``parameters``, ``gradient
     learner.after_task(population, task, samples)     # eigenvectors, SVD, freeze
     evaluation with learner.weights_for(population, o)
 
-Weight decay and momentum come on the two sides of ``transform_`` such that what it removes stays
-removed: a projection applied before momentum, to a buffer that starts at zero with every task,
-keeps the whole displacement of the task inside the allowed subspace. Where what ``transform_`` does
-is the projection off a basis, ``step_`` is one call of a kernel for each run.
+Weight decay comes before ``transform_`` and momentum after it, so that what it removes stays
+removed: the momentum buffer starts at zero with every task and collects only projected gradients,
+so the whole displacement of the task stays inside the allowed subspace. Where ``transform_`` is the
+projection off a basis, ``step_`` is one kernel call per run.
 
-What may be called inside (all of it is public and gives the same bits on a resumed run):
+What the hooks may call (all of it is public and gives the same bits on a resumed run):
 
 - in ``loss``, with a graph: ``population.answer(s, inputs, task)`` for logits of other samples or
   another head, ``population.loss(logits, targets)``, and, without a graph, the logits of an older
@@ -37,13 +37,16 @@ from typing import Any
 
 from torch import Tensor
 
+from curvlab.learners.described import plain
 from curvlab.learners.population import Population
 from curvlab.learners.step import Step
+from curvlab.learners.uses import told_apart
+from curvlab.parameters import Selection
 from curvlab.tasks.samples import Samples, Task
 
 
 class Learner:
-    """Plain SGD. An algorithm overrides the moments at which it does something else.
+    """Plain SGD. An algorithm overrides the hooks where it does something else.
 
     A learner holds the state of all S seeds. ``task`` is the index of the task in the stream and
     ``samples`` its training data, the same for every seed, on the population's device. Everything
@@ -52,21 +55,26 @@ class Learner:
     Attributes:
         notes: One dictionary per finished task, JSON-able (directions kept per seed, bytes of
             memory, ...); a list in it has one entry per run. ``after_task`` appends to it.
-        serves_later_tasks: Whether all that it does serves later tasks: the first task is trained
-            as by SGD, and nothing but the memory changes after a task. Runs may then branch after
-            the first task, and the last one needs no consolidation.
+        serves_later_tasks: Whether the learner works for later tasks only: it trains the first task
+            as SGD does, and after a task nothing changes but its memory. Runs may then branch after
+            the first task, and the last task needs no consolidation.
+        settings: Names of the attributes that :meth:`config` reports.
+        select: The parameters to protect, as in operators; for learners that can leave others free.
     """
 
     serves_later_tasks = False
+    settings: tuple[str, ...] = ()
+    select: Selection = None
 
     def __init__(self) -> None:
         self.notes: list[dict[str, Any]] = []
 
     def expect(self, population: Population, tasks: Sequence[Task]) -> None:
-        """Told the models and the stream before anything is trained or resumed.
+        """Look at the models and the stream, before anything is trained or resumed.
 
         The place to refuse settings; ``population.uses`` says which parameters each task uses.
         """
+        population.chosen(self.select)  # refuses what matches nothing
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:
         """Prepare; the first call (``task == 0``) is the place to refuse an unfit model."""
@@ -82,16 +90,16 @@ class Learner:
             logits: Shape ``(B, C)``, of ``population.batch.inputs[s]``, in train mode.
         """
         if population.batch is None:
-            raise RuntimeError("loss outside a step: learn() calls it")
+            raise RuntimeError("loss was called outside a step: only learn() calls it")
         return population.loss(logits, population.batch.targets[s])
 
     def transform_(self, population: Population) -> None:
         """Change ``population.gradients`` in place."""
 
     def transforms_as(self, kind: type["Learner"]) -> bool:
-        """Whether ``transform_`` is that of ``kind``; a subclass, or who replaced it, may do more.
+        """Whether ``transform_`` is that of ``kind``, not one that a subclass or a user put there.
 
-        Asked by a ``step_`` that does not call it.
+        For a ``step_`` that does not call it.
         """
         return getattr(self.transform_, "__func__", None) is kind.transform_
 
@@ -100,7 +108,7 @@ class Learner:
     ) -> None:
         """Move ``population.parameters``, given ``population.gradients``.
 
-        A learner overrides it where one call does all of what follows.
+        Override it where a single call can do all of the following.
         """
         if weight_decay:
             population.gradients.add_(population.parameters, alpha=weight_decay)
@@ -131,18 +139,19 @@ class Learner:
         return population.parameters
 
     def config(self) -> dict[str, Any]:
-        """The algorithm's settings, JSON-able: kept with a run, compared when one is resumed."""
-        return {"learner": type(self).__name__}
+        """The algorithm's settings, JSON-able: saved with a run, compared when it is resumed."""
+        chosen = {name: plain(getattr(self, name)) for name in self.settings}
+        return {"learner": type(self).__name__, **chosen, **told_apart(self.select)}
 
     def state(self) -> dict[str, Tensor]:
-        """All that a checkpoint must hold to go on bit for bit, ``notes`` apart (kept for you).
+        """Everything that a checkpoint needs to continue bit for bit, except ``notes``.
 
-        Taken at the end of any step, not only between tasks.
+        Called at the end of any step, not only between tasks.
         """
         return {}
 
     def load_state(self, population: Population, tensors: dict[str, Tensor]) -> None:
-        """Take back what :meth:`state` gave. ``before_task`` of the current task is not repeated.
+        """Restore what :meth:`state` returned; ``before_task`` of this task is not called again.
 
         Args:
             population: Already restored.
@@ -151,6 +160,6 @@ class Learner:
 
 
 class SGD(Learner):
-    """Nothing but gradient steps: what every other learner is measured against."""
+    """Gradient steps alone: the baseline of every other learner."""
 
     serves_later_tasks = True

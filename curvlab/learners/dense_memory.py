@@ -5,6 +5,7 @@ from torch import Tensor
 
 from curvlab.basis import Basis
 from curvlab.learners.population import Population
+from curvlab.storage import below
 
 
 class DenseMemory:
@@ -114,7 +115,4 @@ class DenseMemory:
             if f"filled/{s}" in tensors
         }
         for s, basis in enumerate(self.bases):
-            own = f"{s}/"
-            basis.load_state(
-                {n.removeprefix(own): t for n, t in tensors.items() if n.startswith(own)}
-            )
+            basis.load_state(below(tensors, f"{s}/"))

@@ -6,13 +6,12 @@ of the step in which a sample was learned, before its update.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss, pad
 
-from curvlab.learners.checks import finite
+from curvlab.checks import inside
 from curvlab.learners.er import ER
 from curvlab.learners.population import Population
 from curvlab.learners.step import Step
@@ -29,12 +28,13 @@ class DER(ER):
         batch: Samples drawn in every step.
     """
 
+    settings = (*ER.settings, "alpha", "beta")
+
     def __init__(
         self, size: int = 200, *, alpha: float = 0.3, beta: float = 0.0, batch: int = 10
     ) -> None:
         super().__init__(size, batch=batch)
-        finite("alpha", alpha)
-        finite("beta", beta)
+        inside("[0, inf)", alpha=alpha, beta=beta)
         self.alpha, self.beta = alpha, beta
         self._logits: list[Tensor] = []  # of the present step
         self._widest = 0
@@ -67,6 +67,3 @@ class DER(ER):
         del step
         if population.batch is not None:
             self.memory.add(population, population.batch, logits=torch.stack(self._logits))
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "alpha": self.alpha, "beta": self.beta}

@@ -1,4 +1,4 @@
-"""Functions and networks given to ``learn``, in words that can be kept with a run and compared."""
+"""Descriptions of functions and networks that can be saved with a run and compared."""
 
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
@@ -19,23 +19,23 @@ def described(function: Callable[..., Any]) -> Any:
     settings; a function by its name, its code, its defaults and what it closes over.
     """
     if is_dataclass(function) and not isinstance(function, type):
-        return {"name": _name(type(function)), **_plain(asdict(function))}
+        return {"name": _name(type(function)), **plain(asdict(function))}
     if isinstance(function, partial):
-        given = {"given": _plain(function.args), "named": _plain(function.keywords)}
+        given = {"given": plain(function.args), "named": plain(function.keywords)}
         return {"of": described(function.func), **given}
     code = getattr(function, "__code__", None)
     if code is None:
         own = type(function) if not hasattr(function, "__qualname__") else function
-        return {"name": _name(own), **_plain(getattr(function, "__dict__", {}))}
+        return {"name": _name(own), **plain(getattr(function, "__dict__", {}))}
     closed = [c.cell_contents for c in function.__closure__ or () if not _holds(c, function)]
-    defaults = [_plain(function.__defaults__), _plain(function.__kwdefaults__)]
-    found = {"name": _name(function), "code": (_digest(code), *defaults, _plain(closed))}
+    defaults = [plain(function.__defaults__), plain(function.__kwdefaults__)]
+    found = {"name": _name(function), "code": (_digest(code), *defaults, plain(closed))}
     owner = getattr(function, "__self__", None)  # of a method: its settings
-    return found if owner is None else {**found, "of": _plain(getattr(owner, "__dict__", {}))}
+    return found if owner is None else {**found, "of": plain(getattr(owner, "__dict__", {}))}
 
 
 def structure(model: nn.Module) -> dict[str, str]:
-    """For every module its class and its plain settings; what functions do is not looked into."""
+    """The class and plain settings of every module; the code of functions is not inspected."""
     return {name or "itself": _module(module) for name, module in model.named_modules()}
 
 
@@ -54,7 +54,7 @@ def _module(module: nn.Module) -> str:
 
 
 def _holds(cell: Any, function: Any) -> bool:
-    """Whether a function closes over itself (recursion), or over what is not there yet."""
+    """Whether a function closes over itself (recursion), or over a name not yet assigned."""
     try:
         return cell.cell_contents is function
     except ValueError:
@@ -78,14 +78,14 @@ def _digest(code: CodeType) -> str:
     return blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    """Lists, dictionaries, numbers and strings; functions as themselves, others by their type."""
+def plain(value: Any) -> Any:
+    """As JSON has it: lists, dictionaries, numbers and strings; functions as :func:`described`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     if isinstance(value, Tensor | np.ndarray | np.generic):
         whole = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         held = whole.detach().cpu()

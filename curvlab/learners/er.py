@@ -1,17 +1,15 @@
-"""ER: experience replay. Every step also learns from a few samples of the stream so far.
+"""ER: experience replay. Every step also learns from a few earlier samples of the stream.
 
-The samples are a reservoir: after N of them each is kept with the same probability. What is
-minimised is the mean loss over the batch and the samples drawn, each on its own task's head if
-there are several. They pass through the network after the batch, not with it: the two differ where
-layers mix the samples of a batch (BatchNorm). Inputs are kept as they were learned from, augmented.
+The samples are kept in a reservoir: each of the N samples so far is kept with the same probability.
+A step minimises the mean loss over the batch and the samples drawn, each on the head of its own
+task if there are several. Drawn samples pass through the network after the batch, not with it. That
+matters where layers mix the samples of a batch (BatchNorm). Augmented inputs are kept as augmented.
 """
-
-from typing import Any
 
 from torch import Tensor
 
+from curvlab.checks import whole
 from curvlab.learners.base import Learner
-from curvlab.learners.checks import whole
 from curvlab.learners.population import Population
 from curvlab.learners.reservoir import Reservoir
 from curvlab.learners.step import Step
@@ -26,10 +24,12 @@ class ER(Learner):
         batch: Samples drawn in every step.
     """
 
+    settings: tuple[str, ...] = ("size", "batch")
+
     def __init__(self, size: int = 200, *, batch: int = 10) -> None:
         super().__init__()
-        whole("batch", batch)
-        self.batch, self.memory = batch, Reservoir(size)
+        whole(batch=batch)
+        self.size, self.batch, self.memory = size, batch, Reservoir(size)
 
     def loss(self, population: Population, s: int, logits: Tensor) -> Tensor:
         own = super().loss(population, s, logits)
@@ -50,9 +50,6 @@ class ER(Learner):
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         del population, task, samples
         self.notes.append({"kept": len(self.memory), "memory_bytes": self.memory.bytes})
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "size": self.memory.size, "batch": self.batch}
 
     def state(self) -> dict[str, Tensor]:
         return self.memory.state()

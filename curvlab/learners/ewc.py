@@ -1,28 +1,27 @@
 """EWC: a quadratic penalty around each task's solution, weighted by the diagonal Fisher.
 
 The regularisation side of the paper's link: keep the change small where curvature is large, by a
-penalty instead of a projection, whose limit for great strength that is (:mod:`curvlab.theory`).
-That of task o is ``strength/2 sum_i F_o,i (w_i - w_o,i)^2``;
-sums of quadratics are quadratic, so the memory is two vectors whatever the number of tasks.
+penalty instead of a projection. As the strength grows, the penalised solution tends to the
+projected one. The penalty of task o is ``strength/2 sum_i F_o,i (w_i - w_o,i)^2``; a sum of
+quadratics is a quadratic, so the memory is two vectors however many tasks there are.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
+from curvlab.checks import inside, whole
 from curvlab.learners.base import Learner
-from curvlab.learners.checks import finite, whole
 from curvlab.learners.population import Population
 from curvlab.learners.sample_gradients import mlp_factors, sample_gradients
-from curvlab.learners.seeds import derived_generator
+from curvlab.learners.seeds import derived_generator, drawn
 from curvlab.learners.stacked import StackedMLP
-from curvlab.learners.uses import told_apart
 from curvlab.operators.products.mlp_plan import Layer
 from curvlab.parameters import Selection
-from curvlab.tasks.samples import Samples, Task, subset
+from curvlab.tasks.samples import Samples, Task
 
 Labels = Literal["model", "sampled", "true"]
 
@@ -42,6 +41,7 @@ class EWC(Learner):
     """
 
     serves_later_tasks = True
+    settings = ("strength", "samples", "labels", "gamma")
 
     def __init__(
         self,
@@ -53,19 +53,18 @@ class EWC(Learner):
         select: Selection = None,
     ) -> None:
         super().__init__()
-        finite("strength", strength)
-        whole("samples", samples)
+        inside("[0, inf)", strength=strength)
+        inside("[0, 1]", gamma=gamma)
+        whole(samples=samples)
         if labels not in ("model", "sampled", "true"):
             raise ValueError(f"labels= must be 'model', 'sampled' or 'true'; got {labels!r}")
-        if not 0.0 <= gamma <= 1.0:
-            raise ValueError(f"gamma= is a factor between 0 and 1; got {gamma}")
         self.strength, self.samples = strength, samples
         self.labels, self.gamma, self.select = labels, gamma, select
         self._importance: Tensor | None = None  # sum of F_o, (S, P)
         self._pull: Tensor | None = None  # sum of F_o w_o, (S, P)
 
-    def expect(self, population: Population, tasks: Sequence[Task]) -> None:  # noqa: ARG002
-        population.chosen(self.select)  # refuses what matches nothing
+    def expect(self, population: Population, tasks: Sequence[Task]) -> None:
+        super().expect(population, tasks)
         if population.loss is not cross_entropy:
             raise ValueError(
                 "EWC's Fisher is that of a distribution over classes: it needs loss=cross_entropy"
@@ -80,16 +79,13 @@ class EWC(Learner):
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         fishers = []
         for s, seed in enumerate(population.seeds):
-            chosen = subset(
-                samples,
-                min(self.samples, len(samples)),
-                seed=derived_generator(seed, "fisher", task),
-            )
+            chosen = drawn(samples, self.samples, seed, "fisher", task)
             generator = derived_generator(seed, "labels", task)
             fishers.append(diagonal_fisher(population, s, chosen, task, self.labels, generator))
         fisher = torch.stack(fishers)
         for where in population.left_out(self.select):
             fisher[:, where] = 0.0
+        # F/2 (w - w_o)^2 = F/2 w^2 - (F w_o) w + const: two sums over tasks are all it takes
         pull = fisher * population.parameters
         if self._importance is not None and self._pull is not None:
             fisher, pull = self.gamma * self._importance + fisher, self.gamma * self._pull + pull
@@ -101,16 +97,6 @@ class EWC(Learner):
                 "largest_importance": self._importance.amax(1).tolist(),
             }
         )
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "learner": "EWC",
-            "strength": self.strength,
-            "samples": self.samples,
-            "labels": self.labels,
-            "gamma": self.gamma,
-            **told_apart(self.select),
-        }
 
     def if_diverged(self, population: Population, lr: float) -> str:
         if self._importance is None:
@@ -161,14 +147,15 @@ def diagonal_fisher(
     if labels != "model":
         chosen = samples.targets
         if labels == "sampled":
-            drawn = torch.multinomial(probabilities.double().cpu(), 1, generator=generator)
-            chosen = drawn.squeeze(1).to(logits.device)
+            picked = torch.multinomial(probabilities.double().cpu(), 1, generator=generator)
+            chosen = picked.squeeze(1).to(logits.device)
         signals = one_hot(chosen, classes).to(logits.dtype).unsqueeze(1)
         weights = torch.ones_like(probabilities[:, :1])
     else:
         signals = every.expand(len(samples), -1, -1)
         weights = probabilities
     signals = signals - probabilities.unsqueeze(1)  # d log p_c / d logits = e_c - p
+    # float64: squares of small gradients vanish in a float32 sum beside those of large ones
     total = torch.zeros(population.n, dtype=torch.float64, device=population.device)
     if isinstance(population, StackedMLP):
         _add_mlp_squares_(

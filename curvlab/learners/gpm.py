@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from curvlab.basis import Basis
+from curvlab.checks import inside, whole
 from curvlab.layerwise.spans import extend_to_share
 from curvlab.learners.base import Learner
-from curvlab.learners.checks import portion, whole
+from curvlab.learners.described import plain
 from curvlab.learners.layer_inputs import InputLayer, input_layers, layer_inputs
 from curvlab.learners.population import Population
 from curvlab.learners.rooms import LARGE, Call, few_threads, product, results, rooms
-from curvlab.learners.seeds import derived_generator
-from curvlab.learners.uses import told_apart
+from curvlab.learners.seeds import drawn
 from curvlab.parameters import Selection
-from curvlab.tasks.samples import Samples, Task, subset
+from curvlab.tasks.samples import Samples, Task
 
 Threshold = float | Sequence[float] | Callable[[int], float]
 
@@ -47,16 +47,16 @@ class GPM(Learner):
 
         select: Parameters that are protected, as in operators (``"body.*"``); the others are free.
 
-    Parameters of other layers (scales and shifts of norms, tokens, positions, attention of
-    ``nn.MultiheadAttention``, grouped convolutions, recurrent layers, subclasses with a ``forward``
-    of their own) are no matrices acting on inputs that can be seen: they are learned in the first
-    task that uses them and frozen afterwards, as are weights that are also used outside their
-    layer (tied by hand). A head of one task alone is neither projected nor frozen, for no other
-    task moves it; a layer has rows of the tasks that use it. So GPM's published setting runs, one
-    head per task.
+    Other parameters (scales and shifts of norms, tokens, positions, ``nn.MultiheadAttention``,
+    grouped convolutions, recurrent layers, subclasses with their own ``forward``) are not matrices
+    that act on inputs which can be observed. They are learned in the first task that uses them and
+    frozen afterwards, as are weights that are also used outside their layer (tied by hand). A head
+    that only one task uses is neither projected nor frozen, because no other task moves it; a layer
+    has rows of the tasks that use it. So GPM's published setting, one head per task, runs.
     """
 
     serves_later_tasks = True
+    settings = ("samples", "bias")
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class GPM(Learner):
         super().__init__()
         if bias not in ("refuse", "augmented"):
             raise ValueError(f"bias= must be 'refuse' or 'augmented'; got {bias!r}")
-        whole("samples", samples)
+        whole(samples=samples)
         if not callable(threshold):
             for one in threshold if isinstance(threshold, Sequence) else [threshold]:
-                portion("threshold", one)
+                inside("[0, 1]", threshold=one)
         self.threshold, self.samples, self.bias = threshold, samples, bias
         self.select = select
         self._by_task: list[float] = []  # of a threshold that is a function
@@ -84,7 +84,7 @@ class GPM(Learner):
         self._threads: int | None = None
 
     def expect(self, population: Population, tasks: Sequence[Task]) -> None:
-        population.chosen(self.select)  # refuses what matches nothing
+        super().expect(population, tasks)
         if callable(self.threshold):
             self._by_task = [float(self.threshold(task)) for task in range(len(tasks))]
         for task, share in enumerate(self._by_task):
@@ -146,8 +146,7 @@ class GPM(Learner):
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         thresholds = self._thresholds(task)
         for s, seed in enumerate(population.seeds):
-            generator = derived_generator(seed, "gpm", task)
-            chosen = subset(samples, min(self.samples, len(samples)), seed=generator)
+            chosen = drawn(samples, self.samples, seed, "gpm", task)
             seen = layer_inputs(population, s, chosen.inputs, task, self._layers)
             for bases, one, share in zip(self._bases, seen, thresholds, strict=True):
                 rows = None if one.inputs is None else one.inputs.whole()
@@ -180,8 +179,6 @@ class GPM(Learner):
                 f"threshold= has {len(shares)} entries, but the model has {len(self._layers)} "
                 f"layers: {[layer.name for layer in self._layers]}"
             )
-        if any(not 0.0 <= share <= 1.0 for share in shares):
-            raise ValueError(f"threshold= is a share of energy, between 0 and 1; got {shares}")
         return shares
 
     def _set_removals(self, population: Population, finished: int) -> None:
@@ -194,6 +191,8 @@ class GPM(Learner):
             away = rooms(population.size, layer.width, layer.width, like=population.parameters)
             for s, basis in enumerate(bases):
                 rows = basis.rows()
+                # I - V'V and not V: ranks differ from run to run, and matrices of one shape are
+                # multiplied in one batch
                 one = torch.eye(layer.width, dtype=torch.float64) - rows.T @ rows
                 # inputs that are always zero leave entries near 1e-35, and products with subnormal
                 # numbers take many times as long
@@ -202,17 +201,10 @@ class GPM(Learner):
             self._removals += _removal(layer, population.gradients, away, small)
 
     def config(self) -> dict[str, Any]:
-        named = callable(self.threshold)
-        given: Any = self.threshold
-        return {
-            "learner": "GPM",
-            "threshold_by_task" if named else "threshold": (
-                self._by_task if named else list(given) if isinstance(given, Sequence) else given
-            ),
-            "samples": self.samples,
-            "bias": self.bias,
-            **told_apart(self.select),
-        }
+        by_task = callable(self.threshold)  # told by its values
+        threshold = self._by_task if by_task else plain(self.threshold)
+        name = "threshold_by_task" if by_task else "threshold"
+        return {**super().config(), name: threshold}
 
     def state(self) -> dict[str, Tensor]:
         return {

@@ -1,4 +1,4 @@
-"""A network as it was: what a teacher of the present one needs."""
+"""A copy of the networks at an earlier moment, as a teacher for the present ones."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from curvlab.learners.population import Population
 from curvlab.learners.rooms import aligned
+from curvlab.storage import below
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +26,7 @@ class Kept:
 
     @torch.no_grad()
     def logits(self, s: int, inputs: Tensor, task: int) -> Tensor:
-        """What run ``s`` answered then, ``(N, C)``, in eval mode; the present mode stays."""
+        """Logits ``(N, C)`` of run ``s`` at that moment, in eval mode; the mode is restored."""
         model = self.population.models[s]
         training = model.training
         model.eval()
@@ -44,5 +45,4 @@ class Kept:
     def restored(cls, population: Population, tensors: dict[str, Tensor]) -> "Kept":
         """From what :meth:`state` gave."""
         here = {name: tensor.to(population.device) for name, tensor in tensors.items()}
-        parameters = aligned(here.pop("parameters"))
-        return cls(population, parameters, {k.removeprefix("of/"): v for k, v in here.items()})
+        return cls(population, aligned(here["parameters"]), below(here, "of/"))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlab.checks import inside
 from curvlab.learners.base import Learner
 from curvlab.learners.population import Population
 from curvlab.learners.step import Step
@@ -30,6 +31,7 @@ class HeterogeneousDropout(Learner):
     """
 
     def __init__(self, inner: Learner, alpha: float = 1.0) -> None:
+        inside("[0, inf)", alpha=alpha)
         self.inner, self.alpha = inner, alpha
         super().__init__()
 

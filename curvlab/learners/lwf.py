@@ -7,12 +7,11 @@ sample is kept. The old network answers in eval mode, with the statistics it had
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
+from curvlab.checks import inside
 from curvlab.learners.base import Learner
-from curvlab.learners.checks import finite
 from curvlab.learners.kept import Kept
 from curvlab.learners.population import Population
 from curvlab.tasks.samples import Samples, Task
@@ -26,11 +25,12 @@ class LwF(Learner):
         temperature: By which logits are divided, 2 as published.
     """
 
+    settings = ("strength", "temperature")
+
     def __init__(self, strength: float = 1.0, *, temperature: float = 2.0) -> None:
         super().__init__()
-        finite("strength", strength)
-        if not finite("temperature", temperature) > 0.0:
-            raise ValueError(f"temperature= must be above 0; got {temperature}")
+        inside("[0, inf)", strength=strength)
+        inside("(0, inf)", temperature=temperature)
         self.strength, self.temperature = strength, temperature
         self._old: Kept | None = None
         self._labels: list[tuple[int, ...] | None] = []
@@ -70,10 +70,6 @@ class LwF(Learner):
         del task, samples
         size = population.parameters.element_size()
         self.notes.append({"memory_bytes": population.n * size})
-
-    def config(self) -> dict[str, Any]:
-        settings = {"strength": self.strength, "temperature": self.temperature}
-        return {**super().config(), **settings}
 
     def state(self) -> dict[str, Tensor]:
         return {} if self._old is None else self._old.state()

@@ -11,26 +11,25 @@ certain: of the output Hessian diag(p) - p p' it removes one direction, and the 
 faster (p1 -> 1 leaves them at 1/(K-1) of the removed one).
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from curvlab.checks import inside, whole
 from curvlab.learners.base import Learner
-from curvlab.learners.checks import portion, whole
 from curvlab.learners.dense_memory import DenseMemory
 from curvlab.learners.population import Population
 from curvlab.learners.sample_gradients import Factors, mlp_factors, sample_gradients
-from curvlab.learners.seeds import derived_generator
+from curvlab.learners.seeds import drawn
 from curvlab.learners.stacked import StackedMLP
 from curvlab.learners.structured import StructuredMemory, Workspace, kept_by_energy
-from curvlab.learners.uses import told_apart
 from curvlab.parameters import Selection
-from curvlab.tasks.samples import Samples, Task, subset
+from curvlab.storage import below
+from curvlab.tasks.samples import Samples
 
 Logits = Literal["true", "all"]
-# Columns of dense rows that are looked at in float64 at once.
+# Columns of dense rows that are converted to float64 at once.
 COLUMNS = 1 << 16
 
 
@@ -42,16 +41,17 @@ class OGD(Learner):
             0 keeps everything.
         samples: Of each task, drawn per seed.
         logits: ``"true"`` stores one gradient per sample (OGD-GTL), ``"all"`` one per logit.
-        structured: Keep factors in place of rows, for plain MLPs (:mod:`.structured`); ``None``
-            does so where it is possible. Otherwise ``samples * P`` numbers are needed at the end
-            of a task, and the directions that are kept stay as rows.
-        largest: Bytes that dense rows may take: at the end of a task, the memory of all runs
-            and, for one of them, the new gradients and their directions.
+        structured: Keep factors instead of rows, for plain MLPs (:mod:`.structured`); ``None`` does
+            so where possible. Otherwise the end of a task needs ``samples * P`` numbers, and the
+            directions kept are stored as rows.
+        largest: Bytes that dense rows may take at the end of a task: the memory of all runs, plus
+            the new gradients and directions of one run.
         select: Parameters that are protected, as in operators (``"body.*"``); the others, heads for
             example, stay free.
     """
 
     serves_later_tasks = True
+    settings = ("epsilon", "samples", "logits", "structured")
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class OGD(Learner):
         select: Selection = None,
     ) -> None:
         super().__init__()
-        portion("epsilon", epsilon)
-        whole("samples", samples)
+        inside("[0, 1]", epsilon=epsilon)
+        whole(samples=samples)
         if logits not in ("true", "all"):
             raise ValueError(f"logits= must be 'true' or 'all'; got {logits!r}")
         self.epsilon, self.samples, self.logits = epsilon, samples, logits
@@ -73,9 +73,6 @@ class OGD(Learner):
         self._parts: list[int] = []  # of a plain MLP, the layers that are protected
         self._factors: list[StructuredMemory] = []
         self._dense: DenseMemory | None = None
-
-    def expect(self, population: Population, tasks: Sequence[Task]) -> None:  # noqa: ARG002
-        population.chosen(self.select)  # refuses what matches nothing
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:
         if task == 0:
@@ -148,8 +145,7 @@ class OGD(Learner):
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         new = []
         for s, seed in enumerate(population.seeds):
-            generator = derived_generator(seed, "ogd", task)
-            chosen = subset(samples, min(self.samples, len(samples)), seed=generator)
+            chosen = drawn(samples, self.samples, seed, "ogd", task)
             cotangents = self._cotangents(population, chosen, task)
             if self._dense is None and isinstance(population, StackedMLP):
                 parameters = population.parameters[s]
@@ -195,16 +191,6 @@ class OGD(Learner):
             return every.expand(len(chosen), -1, -1)
         return every[chosen.targets].unsqueeze(1)
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "learner": "OGD",
-            "epsilon": self.epsilon,
-            "samples": self.samples,
-            "logits": self.logits,
-            "structured": self.structured,
-            **told_apart(self.select),
-        }
-
     def state(self) -> dict[str, Tensor]:
         if self._dense is not None:
             return self._dense.state()
@@ -219,10 +205,7 @@ class OGD(Learner):
         if self._dense is not None:
             self._dense.load_state(tensors)
         for s, memory in enumerate(self._factors):
-            prefix = f"{s}/"
-            memory.load_state(
-                {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            )
+            memory.load_state(below(tensors, f"{s}/"))
 
 
 def _whole_layers(population: Population, select: Selection) -> list[int] | None:
@@ -255,8 +238,10 @@ def leading_directions(rows: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     for columns in pieces:
         block = rows[:, columns].double()
         gram += block @ block.T
+    # The Gram matrix squares the condition number: directions 1e-8 below the largest are lost. They
+    # hold 1e-16 of the energy, far below what any epsilon but 0 leaves out.
     squares, vectors = torch.linalg.eigh(gram)
-    squares, vectors = squares.flip(0), vectors.flip(1)
+    squares, vectors = squares.flip(0), vectors.flip(1)  # eigh sorts upwards
     kept = kept_by_energy(squares, epsilon)
     values = squares[:kept].sqrt()
     mixing = (vectors[:, :kept] / values).T

@@ -1,15 +1,13 @@
 """Strict parameter isolation: every parameter has at most one owner, and only the owner moves it.
 
 Task ``o`` is predicted with the parameters of tasks up to ``o`` and zero in place of the others, so
-its logits stay the same bits for ever. What usually breaks this, and how it is kept out here:
+its logits keep the same bits for ever. What usually breaks this, and how it is prevented here:
 
 * weight decay and momentum move frozen weights: the loop adds decay before ``transform_``, which
   zeroes what is not owned, and a parameter that changes owner loses its momentum;
 * zeroing by multiplication lets NaN and inf through: entries are filled, not multiplied;
 * BatchNorm's running statistics drift: a population that lets them is refused.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +50,7 @@ class Ownership(Learner):
         self.task = task
 
     def own_(self, population: Population, owner: Tensor) -> None:
-        """Take ``owner`` ``(S, P)`` as the new owners; what the task does not own is at rest."""
+        """Set the owners ``(S, P)``; parameters that the task does not own lose their momentum."""
         self.owner = owner
         self._foreign = owner != self.task + 1
         if population.velocity is not None:
@@ -76,9 +74,6 @@ class Ownership(Learner):
     def weights_for(self, population: Population, task: int) -> Tensor:
         others = (self.owner == 0) | (self.owner > task + 1)
         return population.parameters.masked_fill(others, 0.0)
-
-    def config(self) -> dict[str, Any]:
-        return {"learner": type(self).__name__}
 
     def state(self) -> dict[str, Tensor]:
         return {"owner": self.owner, "task": torch.tensor(self.task)}

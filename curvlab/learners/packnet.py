@@ -7,10 +7,9 @@ is not pruned: nobody else could use what is freed. Which task a sample comes fr
 predict it.
 """
 
-from typing import Any
-
 from torch import Tensor
 
+from curvlab.checks import inside
 from curvlab.learners.ownership import Ownership
 from curvlab.learners.population import Population
 from curvlab.learners.step import Step
@@ -26,12 +25,12 @@ class PackNet(Ownership):
         prune_at: The part of the task's steps after which to prune; the rest fine-tunes.
     """
 
+    settings = ("fraction", "prune_at")
+
     def __init__(self, fraction: float = 0.5, prune_at: float = 0.5) -> None:
         super().__init__()
-        if not 0.0 <= fraction < 1.0:
-            raise ValueError(f"fraction must be in [0, 1): a task keeps something; got {fraction}")
-        if not 0.0 < prune_at <= 1.0:
-            raise ValueError(f"prune_at must be in (0, 1]; got {prune_at}")
+        inside("[0, 1)", fraction=fraction)  # a task keeps something
+        inside("(0, 1]", prune_at=prune_at)
         self.fraction, self.prune_at = fraction, prune_at
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:
@@ -73,9 +72,6 @@ class PackNet(Ownership):
         # only what is freed now: a head whose task is still to come keeps its values
         population.parameters.masked_fill_(owner != self.owner, 0.0)
         self.own_(population, owner)
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "fraction": self.fraction, "prune_at": self.prune_at}
 
 
 def prunable(population: Population) -> list[slice]:

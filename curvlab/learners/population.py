@@ -7,37 +7,30 @@ or picture at any time.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.nn.modules.dropout import _DropoutNd
 
 from curvlab.layerwise.layers import refuse_one_memory
+from curvlab.learners.draws import Draws
 from curvlab.learners.rooms import aligned, rooms
 from curvlab.learners.seeds import derived_seed
 from curvlab.learners.statistics import BatchNormPolicy, RunningStatistics
 from curvlab.learners.step import Batch
 from curvlab.learners.uses import Uses, used
 from curvlab.parameters import Layout, Selection, layout_of, select_parameters
+from curvlab.storage import below
 from curvlab.tasks.samples import Task
 
 # of logits (B, C) and targets (B,): a mean over the batch
 Loss = Callable[[Tensor, Tensor], Tensor]
 # of a run's number and its logits on its part of the batch
 Objective = Callable[[int, Tensor], Tensor]
-
-
-@runtime_checkable
-class Reseeded(Protocol):
-    """A module that draws random numbers in ``forward``; told its seed before every step."""
-
-    def reseed(self, seed: int) -> None: ...
 
 
 class Population:
@@ -57,11 +50,11 @@ class Population:
         runs: For each run its rows of the three ``(P,)``, the last in a list, empty without one.
         autocast: The dtype of matrix products in :meth:`gradient_`; ``None`` is the parameters'.
         loss: What is minimised, a mean over a batch: ``learn(loss=...)``.
-        seen: Per call of :meth:`gradient_`, what :meth:`losses` makes a number of; ``None`` (until
-            ``learn`` asks for it) keeps nothing.
+        seen: For each call of :meth:`gradient_`, what :meth:`losses` computes the loss from;
+            ``None`` keeps nothing, until ``learn`` sets it.
         uses: Which parameters each task uses.
         batch: What the runs learn from, during a step.
-        strayed: The largest gradients of what a task does not use, since they were last looked at.
+        strayed: Largest gradients of parameters that the task does not use, since the last check.
     """
 
     def __init__(
@@ -77,7 +70,7 @@ class Population:
                 f"{len(seeds)} seeds"
             )
         if len(set(map(id, models))) < len(models) or len(set(seeds)) < len(seeds):
-            raise ValueError("every run needs a seed and a module of its own; one came twice")
+            raise ValueError("every run needs its own seed and its own module; one was given twice")
         self.models, self.seeds = list(models), tuple(seeds)
         for model in self.models:
             refuse_one_memory(model.named_parameters())
@@ -96,10 +89,8 @@ class Population:
         self.uses = Uses(self.layout)
         self.batch: Batch | None = None
         self.strayed: Tensor | None = None
-        modules = [list(model.modules()) for model in self.models]
-        self._drops = any(_may_draw(module) for module in modules[0])
-        self._reseeded = [[m for m in ms if isinstance(m, Reseeded)] for ms in modules]
-        self._draws = 0
+        self._draws = Draws(self.models)
+        self._beside = 0  # above 0 inside gradient_of, which draws other numbers than the batch
         self._training: bool | None = None
         self.bind()
         self.train_mode(False)
@@ -185,9 +176,9 @@ class Population:
         """
         self.train_mode(True)
         self.gradients.zero_()
-        values, ask = [], self.answer if self._draws else self._forward
+        values, ask = [], self.answer if self._beside else self._forward
         for s in range(self.size):
-            with torch.enable_grad(), self._randomness(s, task, step):
+            with torch.enable_grad(), self._drawing(s, task, step):
                 logits = ask(s, inputs[s].clone(), task)  # aligned like the rows
                 value = self.loss(logits, targets[s]) if objective is None else objective(s, logits)
                 torch.autograd.backward(value)
@@ -196,7 +187,7 @@ class Population:
             self.seen.append(torch.stack(values))
 
     def losses(self) -> Tensor:
-        """What the batches since the last call gave, ``(S, m)`` float64 on the CPU."""
+        """Losses of the batches since the last call, ``(S, m)`` float64 on the CPU."""
         seen, self.seen = self.seen or [], []
         alike = groupby(seen, lambda one: one.shape)
         values = [self.loss_of(torch.stack(list(some))) for _, some in alike]
@@ -213,11 +204,11 @@ class Population:
         numbers than for the batch. Running statistics see these samples as :meth:`answer` says.
         """
         kept, seen = self.gradients.clone(), self.seen
-        self._draws, self.seen = self._draws + 1, None
+        self._beside, self.seen = self._beside + 1, None
         try:
             self.gradient_(inputs, targets, task, step)
         finally:
-            self._draws, self.seen = self._draws - 1, seen
+            self._beside, self.seen = self._beside - 1, seen
         found = self.gradients.clone()
         self.gradients.copy_(kept)
         return found
@@ -260,8 +251,9 @@ class Population:
     def answer(self, s: int, inputs: Tensor, task: int) -> Tensor:
         """Logits ``(N, C)`` of samples beside the batch, as training sees them.
 
-        BatchNorm: with statistics per task by those of ``task``, which do not move, and so a single
-        sample under any policy, for it has none of its own. Else like a batch.
+        With BatchNorm statistics kept per task, those of ``task`` are used and do not move. A
+        single sample, which has no statistics of its own, uses the stored ones under any policy.
+        Otherwise the samples are treated as a batch.
         """
         try:
             with self.statistics.replayed(s, task, len(inputs)):
@@ -286,29 +278,12 @@ class Population:
         result: Tensor = model(inputs, task) if self.takes_task else model(inputs)
         return result
 
-    @contextmanager
-    def _randomness(self, s: int, task: int, step: int) -> Iterator[None]:
-        if not self._drops and not self._reseeded[s]:
-            yield
-            return
-        more = (self._draws,) if self._draws else ()
+    def _drawing(self, s: int, task: int, step: int) -> AbstractContextManager[None]:
+        if not self._draws.any:
+            return nullcontext()
+        more = (self._beside,) if self._beside else ()
         seed = derived_seed(self.seeds[s], "dropout", task, step, *more)
-        for module in self._reseeded[s]:
-            module.reseed(seed)
-        # Dropout knows only the global generator: lend it, and give it back as it was
-        if not self._drops:
-            yield
-        elif self.device.type == "cpu":  # torch.manual_seed takes a millisecond, this a hundredth
-            state = torch.default_generator.get_state()
-            torch.default_generator.manual_seed(seed)
-            try:
-                yield
-            finally:
-                torch.default_generator.set_state(state)
-        else:
-            with torch.random.fork_rng([self.device]):
-                torch.manual_seed(seed)
-                yield
+        return self._draws.from_seed(s, seed, self.device)
 
     def bind(self) -> None:
         """Make the models' parameters and their ``.grad`` views of this population (again)."""
@@ -351,14 +326,10 @@ class Population:
 
     def load_state(self, tensors: dict[str, Tensor], task: int) -> None:
         """Take back what :meth:`state` gave, in the middle of ``task``."""
-        buffers = {
-            k.removeprefix("buffers/"): v for k, v in tensors.items() if k.startswith("buffers/")
-        }
-        self.adopt(tensors["parameters"], buffers)
+        self.adopt(tensors["parameters"], below(tensors, "buffers/"))
         if self.velocity is not None:
             self.velocity.copy_(tensors["velocity"])
-        kept = {k.removeprefix("kept/"): v for k, v in tensors.items() if k.startswith("kept/")}
-        self.statistics.load_state(kept, self.parameters)
+        self.statistics.load_state(below(tensors, "kept/"), self.parameters)
         self.statistics.resume_task(task)
         self._training = None
 
@@ -387,15 +358,3 @@ def _check_alike(named: list[dict[str, nn.Parameter]], layout: Layout) -> None:
                     f"{name!r} is {parameter.dtype} on {parameter.device}, others are "
                     f"{first.dtype} on {first.device}"
                 )
-
-
-def _may_draw(module: nn.Module) -> bool:
-    """Whether its training passes may take numbers from torch's global generator."""
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-        return module.dropout > 0
-    if isinstance(module, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
-        return True
-    # A forward of the user's own may call functional.dropout, which no attribute tells.
-    return not type(module).__module__.startswith(("torch.nn.", "curvlab.nets"))

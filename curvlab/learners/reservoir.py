@@ -7,7 +7,7 @@ ones alone, among others and resumed.
 import torch
 from torch import Tensor
 
-from curvlab.learners.checks import whole
+from curvlab.checks import whole
 from curvlab.learners.population import Population
 from curvlab.learners.seeds import derived_generator
 from curvlab.learners.step import Batch
@@ -21,7 +21,7 @@ class Reservoir:
     """
 
     def __init__(self, size: int) -> None:
-        whole("size", size)
+        whole(size=size)
         self.size, self.seen = size, 0
         self.kept: dict[str, Tensor] = {}  # (S, size, ...): inputs, targets, tasks, ...
 
@@ -37,7 +37,7 @@ class Reservoir:
     def add(self, population: Population, batch: Batch, **more: Tensor) -> None:
         """Offer a batch; ``more`` is kept beside it, ``(S, B, ...)`` each."""
         runs, count = batch.targets.shape
-        tasks = torch.full((runs, count), batch.step.task)  # on the CPU: they are looked at
+        tasks = torch.full((runs, count), batch.step.task)  # on the CPU, where draw() reads them
         offered = {"inputs": batch.inputs, "targets": batch.targets, "tasks": tasks, **more}
         if not self.kept:
             self.kept = {

@@ -97,7 +97,7 @@ def workers(outs: Sequence[Tensor], summed: Sequence[Tensor]) -> int:
 
 @contextmanager
 def few_threads(most: int | None) -> Iterator[None]:
-    """PyTorch on at most so many threads inside; a second thread of Python is refused meanwhile."""
+    """Limit PyTorch to ``most`` threads; a second Python thread that trains is refused."""
     threads = torch.get_num_threads()
     if most is None or threads <= most:
         yield
@@ -126,10 +126,10 @@ def one_at_a_time() -> Iterator[None]:
         return
     if not _training.acquire(blocking=False):
         raise RuntimeError(
-            f"the thread {_who!r} of this process is training, and thread "
-            f"{threading.current_thread().name!r} would too: the number of PyTorch's threads is "
-            "the whole process's, and a run's bits depend on it. Train in another process, or "
-            "call torch.set_num_threads(1) before both"
+            f"thread {_who!r} of this process is training, so thread "
+            f"{threading.current_thread().name!r} cannot: PyTorch's number of threads belongs to "
+            "the whole process, and a run's bits depend on it. Train in another process, or call "
+            "torch.set_num_threads(1) before both"
         )
     try:
         _who = threading.current_thread().name

@@ -77,12 +77,6 @@ class Factors:
     inputs: list[Tensor]
     signals: list[Tensor]
 
-    @property
-    def count(self) -> int:
-        """Rows of the Jacobian: n K."""
-        n, k, _ = self.signals[0].shape
-        return n * k
-
 
 @torch.no_grad()
 def mlp_factors(

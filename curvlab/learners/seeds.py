@@ -8,6 +8,8 @@ import hashlib
 
 import torch
 
+from curvlab.tasks.samples import Samples, subset
+
 
 def derived_seed(seed: int, purpose: str, *position: int) -> int:
     """A 40-bit seed, a function of its arguments alone."""
@@ -18,3 +20,9 @@ def derived_seed(seed: int, purpose: str, *position: int) -> int:
 def derived_generator(seed: int, purpose: str, *position: int) -> torch.Generator:
     """A CPU generator started at :func:`derived_seed`."""
     return torch.Generator().manual_seed(derived_seed(seed, purpose, *position))
+
+
+def drawn(samples: Samples, most: int, seed: int, purpose: str, *position: int) -> Samples:
+    """``most`` of the samples in random order; all of them if there are fewer."""
+    generator = derived_generator(seed, purpose, *position)
+    return subset(samples, min(most, len(samples)), seed=generator)

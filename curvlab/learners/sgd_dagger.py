@@ -14,18 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from curvlab.checks import inside, whole
 from curvlab.eigen.energy import spectral_energy
 from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.result import Eigenpairs
 from curvlab.learners.base import Learner
-from curvlab.learners.checks import portion, whole
 from curvlab.learners.dense_memory import DenseMemory
 from curvlab.learners.population import Population
-from curvlab.learners.seeds import derived_generator, derived_seed
-from curvlab.learners.uses import told_apart
+from curvlab.learners.seeds import derived_seed, drawn
 from curvlab.operators import Hessian
 from curvlab.parameters import Selection
-from curvlab.tasks.samples import Samples, Task, subset
+from curvlab.tasks.samples import Samples
 
 
 class SGDDagger(Learner):
@@ -39,18 +38,19 @@ class SGDDagger(Learner):
         storage: Dtype of the stored vectors, by default the parameters'; float16 halves the
             memory and its reading for a leak of about 1e-5.
         largest: Most eigenvectors that ``epsilon`` may take per task.
-        first: Eigenpairs of the first task's Hessian, one set per run and at least ``k`` in each,
-            where they are known already: learners that differ in ``k`` alone share that solve.
+        first: Eigenpairs of the first task's Hessian if they are known already, one set per run
+            with at least ``k`` pairs: learners that differ only in ``k`` can share that solve.
         select: Parameters that are protected, as in operators (``"body.*"``); the others, heads for
             example, stay free. A task protects only what it uses.
 
-    A solve that ends before its pairs met ``tol``, or before ``largest`` of them hold the energy,
-    does not end the run: the vectors found are used, and the notes say how many had ``converged``,
-    how large the worst ``residual`` is and which ``share`` of the energy they hold. Vectors whose
-    eigenvalue the solver cannot tell from zero are not stored; their number is noted as ``null``.
+    If a solve ends before its pairs meet ``tol``, or before ``largest`` pairs hold the energy, the
+    run continues with the vectors found. The notes say how many have ``converged``, the worst
+    ``residual`` and the ``share`` of the energy that they hold. Vectors whose eigenvalue cannot be
+    told from zero are not stored; the notes count them as ``null``.
     """
 
     serves_later_tasks = True
+    settings = ("k", "epsilon", "samples", "tol", "storage", "largest")
 
     def __init__(
         self,
@@ -68,19 +68,16 @@ class SGDDagger(Learner):
         if (k is None) == (epsilon is None):
             raise ValueError(f"SGDDagger takes either k= or epsilon=; got k={k}, epsilon={epsilon}")
         if k is not None:
-            whole("k", k, 0)
+            whole(0, k=k)
         if epsilon is not None:
-            portion("epsilon", epsilon)
+            inside("[0, 1]", epsilon=epsilon)
         if first is not None and (k is None or any(len(pairs) < k for pairs in first)):
             raise ValueError(f"first= needs k= and at least that many pairs per run; got k={k}")
-        whole("samples", samples)
+        whole(samples=samples)
         self.k, self.epsilon, self.samples, self.tol = k, epsilon, samples, tol
         self.storage, self.largest, self.first = storage, largest, first
         self.select = select
         self.memory: DenseMemory | None = None
-
-    def expect(self, population: Population, tasks: Sequence[Task]) -> None:  # noqa: ARG002
-        population.chosen(self.select)  # refuses what matches nothing
 
     def before_task(self, population: Population, task: int, samples: Samples) -> None:  # noqa: ARG002
         if task == 0:
@@ -101,7 +98,7 @@ class SGDDagger(Learner):
     def after_task(self, population: Population, task: int, samples: Samples) -> None:
         memory = self.memory
         if memory is None:
-            raise RuntimeError("after_task before before_task: learn() calls both")
+            raise RuntimeError("after_task was called before before_task; learn() calls both")
         found = [
             self._protect(memory, population, s, task, samples) for s in range(population.size)
         ]
@@ -156,18 +153,6 @@ class SGDDagger(Learner):
         names = ("products", "share", "least", "most")
         return energy.pairs, {name: getattr(energy, name) for name in names}
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "learner": "SGDDagger",
-            "k": self.k,
-            "epsilon": self.epsilon,
-            "samples": self.samples,
-            "tol": self.tol,
-            "storage": None if self.storage is None else str(self.storage),
-            "largest": self.largest,
-            **told_apart(self.select),
-        }
-
     def state(self) -> dict[str, Tensor]:
         return {} if self.memory is None else self.memory.state()
 
@@ -207,8 +192,7 @@ def task_hessian(
         size: How many of them.
         names: Of the parameters; ``None`` takes those that the task uses.
     """
-    generator = derived_generator(population.seeds[s], "hessian", task)
-    chosen = subset(samples, min(size, len(samples)), seed=generator)
+    chosen = drawn(samples, size, population.seeds[s], "hessian", task)
     population.train_mode(False)
     model, prefix = population.models[s], ""
     if population.takes_task:

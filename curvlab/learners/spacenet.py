@@ -24,17 +24,18 @@ The published settings for 784-400-400-10 are selected (80, 80), reserved (40, 4
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlab.checks import inside
 from curvlab.learners.ownership import Ownership
 from curvlab.learners.population import Population
 from curvlab.learners.seeds import derived_generator
 from curvlab.learners.stacked import plain_mlp
 from curvlab.learners.step import Step
 from curvlab.operators.products.mlp_plan import Layer
+from curvlab.storage import series
 from curvlab.tasks.samples import Samples, Task
 
 
@@ -51,6 +52,8 @@ class SpaceNet(Ownership):
             published: only the last layer is the task's own, and later tasks disturb earlier ones
             through neurons that were picked but not reserved.
     """
+
+    settings = ("selected", "reserved", "connections", "dropped", "isolate")
 
     def __init__(
         self,
@@ -69,8 +72,7 @@ class SpaceNet(Ownership):
             )
         if any(not 0 <= r <= s for r, s in zip(reserved, selected, strict=True)):
             raise ValueError("reserved= cannot exceed selected= in any layer")
-        if not 0.0 <= dropped < 1.0:
-            raise ValueError(f"dropped must be in [0, 1); got {dropped}")
+        inside("[0, 1)", dropped=dropped)
         self.selected, self.reserved = tuple(selected), tuple(reserved)
         self.connections, self.dropped, self.isolate = tuple(connections), dropped, isolate
         self._layers: tuple[Layer, ...] = ()
@@ -218,16 +220,6 @@ class SpaceNet(Ownership):
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
-    def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "selected": list(self.selected),
-            "reserved": list(self.reserved),
-            "connections": list(self.connections),
-            "dropped": self.dropped,
-            "isolate": self.isolate,
-        }
-
     def state(self) -> dict[str, Tensor]:
         tensors = {**super().state(), "importance": self._importance, "initial": self._initial}
         tensors |= {f"neurons/{i}": value for i, value in enumerate(self._neurons)}
@@ -238,15 +230,10 @@ class SpaceNet(Ownership):
     def load_state(self, population: Population, tensors: dict[str, Tensor]) -> None:
         super().load_state(population, tensors)
         self._layers = _layers_of(population, self.connections)
-        self._importance = tensors["importance"].to(population.parameters)
-        self._initial = tensors["initial"].to(population.parameters)
-
-        def series(name: str) -> list[Tensor]:
-            count = sum(key.startswith(f"{name}/") for key in tensors)
-            return [tensors[f"{name}/{i}"].to(population.device) for i in range(count)]
-
-        self._picked, self._taken = series("picked"), series("taken")
-        self._heads, self._neurons = series("heads"), series("neurons")
+        here = {name: tensor.to(population.device) for name, tensor in tensors.items()}
+        self._importance, self._initial = here["importance"], here["initial"]
+        self._picked, self._taken = series(here, "picked"), series(here, "taken")
+        self._heads, self._neurons = series(here, "heads"), series(here, "neurons")
 
     @staticmethod
     def _none(population: Population, width: int) -> Tensor:
@@ -269,7 +256,7 @@ def _layers_of(population: Population, connections: Sequence[int]) -> tuple[Laye
     form = plain_mlp(population.models[0])
     if form is None:
         raise ValueError(
-            "SpaceNet allocates neurons of a plain MLP (curvlab.nets.mlp); this model is another"
+            "SpaceNet allocates neurons of a plain MLP (curvlab.nets.mlp); this model is not one"
         )
     if len(form.layers) != len(connections):
         raise ValueError(

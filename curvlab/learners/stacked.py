@@ -109,7 +109,7 @@ class StackedMLP(Population):
         if any(plain_mlp(model) is None for model in self.models):
             raise ValueError(
                 "a model has changed since its population was made (a hook, a frozen parameter, "
-                "another layer) and is no plain MLP any more: make the change before the "
+                "another layer) and is no longer a plain MLP: make the change before the "
                 "population, or train it as a Population"
             )
         super().begin_task(task)

@@ -1,6 +1,6 @@
 """BatchNorm's running statistics: numbers outside the parameters, through which tasks forget.
 
-No projection of gradients reaches them, so what happens to them is a choice that has to be made:
+No projection of gradients reaches them, so the user has to choose what happens to them:
 
 - ``"running"``: as in PyTorch, they go on moving in every task.
 - ``"freeze"``: learned in the first task, then fixed, in training as in evaluation.
@@ -79,7 +79,7 @@ class RunningStatistics:
 
     @contextmanager
     def replayed(self, s: int, task: int, count: int) -> Iterator[None]:
-        """Within it model ``s`` answers ``count`` samples of ``task`` that are not the batch.
+        """Inside, model ``s`` can be called on ``count`` samples of ``task`` beside the batch.
 
         See :meth:`Population.answer`.
         """

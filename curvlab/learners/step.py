@@ -1,4 +1,4 @@
-"""Where training is, and the batch it is at."""
+"""The position in training, and the batch of a step."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where training is; all counts start at 0 with every task."""
+    """The position in training; all counts start at 0 with every task."""
 
     task: int
     step: int
@@ -29,7 +29,7 @@ class Batch:
     Attributes:
         inputs: Shape ``(S, B, ...)``, each run its own, augmented if there is an augmentation.
         targets: Shape ``(S, B)``.
-        step: Where this is.
+        step: The position.
     """
 
     inputs: Tensor

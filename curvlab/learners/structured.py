@@ -12,7 +12,7 @@ built from the factors and used for steps (:data:`FEW`).
 
 ``B`` is found from the Gram matrix ``J J'`` in float64. In float32 steps the removed part is exact
 to about eps times the condition number of the kept part of J (largest over smallest singular value
-kept): 1e-5 where dense orthonormal rows give 1e-7. ``leak`` measures it.
+kept): 1e-5, where dense orthonormal rows give 1e-7. ``leak`` measures it.
 """
 
 import math
@@ -22,6 +22,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from curvlab.checks import inside
 from curvlab.learners.sample_gradients import Factors
 from curvlab.operators.products.mlp_plan import Layer
 from curvlab.rows import Rows
@@ -321,8 +322,7 @@ def kept_by_energy(squares: Tensor, epsilon: float, floor: float | None = None) 
         floor: Values at or below this share of the largest are never kept; by default the
             rounding of an eigenvalue solver in float64.
     """
-    if not 0.0 <= epsilon <= 1.0:
-        raise ValueError(f"epsilon= is a share of energy, between 0 and 1; got {epsilon}")
+    inside("[0, 1]", epsilon=epsilon)
     if floor is None:
         floor = torch.finfo(torch.float64).eps * len(squares)
     positive = squares.double().clamp(min=0.0)

@@ -1,8 +1,8 @@
 """Which parameters each task uses: those whose gradient is not all zero.
 
-With several heads a task leaves the other tasks' heads alone, whether they are not called or called
-and then left out of the answer. What it does not use has no gradient, no weight decay, no owner and
-no rows in a memory until a task comes that uses it.
+With several heads a task does not use the heads of other tasks, whether they are not called or
+called and then discarded. A parameter has no gradient, no weight decay, no owner and no rows in a
+memory until a task uses it.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class Uses:
 
 
 def told_apart(select: Selection) -> dict[str, Any]:
-    """The part of a learner's ``config`` for its ``select=``; nothing if it takes everything."""
+    """The entry of a learner's ``config`` for ``select=``; empty if everything is selected."""
     if select is None:
         return {}
     if callable(select):
@@ -70,10 +70,10 @@ def told_apart(select: Selection) -> dict[str, Any]:
 def used(
     logits_of: Callable[[Tensor], Tensor], layout: Layout, parameters: Tensor
 ) -> frozenset[str]:
-    """Names of the parameters that the answers depend on.
+    """Names of the parameters that the logits depend on.
 
-    Asked by the gradient at ``parameters`` and at random ones: a layer may start with zeros,
-    through which no gradient passes.
+    Found from the gradient at ``parameters`` and at random ones: a layer may start at zero, and no
+    gradient passes through zeros.
 
     Args:
         logits_of: From parameters ``(P,)`` to logits ``(N, C)``.

@@ -1,4 +1,4 @@
-"""How much of what a basis protects is still worth protecting: drift through later tasks.
+"""Drift through later tasks: how much of what a basis protects is still worth protecting.
 
 Eigenvectors are of the Hessian where they were computed. Training goes on elsewhere, and the old
 task's Hessian there has other leading vectors.
@@ -54,6 +54,7 @@ def subspace_drift(
     pairs.require_converged()
     now = Rows.of(pairs.vectors, "lanczos", protected.n)
     angles = protected.principal_angles(now)
+    # No k orthonormal directions have a larger sum than the k largest magnitudes (Ky Fan).
     rows = protected.rows().to(pairs.vectors)
     along = torch.stack([(row * (operator @ row)).sum() for row in rows])
     largest = float(pairs.values.abs().sum())

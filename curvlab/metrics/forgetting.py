@@ -12,8 +12,8 @@ The paper writes one symbol E(t) for three averages; its own tables tell them ap
 * ``"pairs"``: the mean of E_o(s) over all pairs o <= s <= t. The CIFAR-10 column of tab:other-arch,
   which is headed E(5).
 
-The text calls E(t) "also known as backward transfer"; it is not: sign and normalisation differ
-(:func:`backward_transfer`).
+The text calls E(t) "also known as backward transfer"; it is not. GEM's backward transfer is the
+last E(t) of accuracies under ``"t-1"`` with the opposite sign.
 """
 
 from typing import Literal
@@ -89,14 +89,6 @@ def current_accuracy(accuracies: Tensor) -> Tensor:
     Print it beside any forgetting: a learner that learns nothing forgets nothing.
     """
     return _square(accuracies, "accuracies").diagonal(0, -2, -1)
-
-
-def backward_transfer(accuracies: Tensor) -> Tensor:
-    """BWT = 1/(T-1) sum over o < T of (a_oo - a_To), as the paper signs it; shape ``(...)``.
-
-    Positive means forgetting. GEM's BWT has the opposite sign.
-    """
-    return average_forgetting(accuracy_forgetting(accuracies), "t-1")[..., -1]
 
 
 def _lower(matrix: Tensor, sign: float) -> Tensor:

@@ -5,7 +5,7 @@ s(r) = |L(theta + r v) - L(theta)| / mean over mu of |L(theta + r mu/|mu|) - L(t
 At a minimum of a quadratic loss s is the same at every radius, lambda P / tr(H) for an eigenvector
 of eigenvalue lambda. Where a gradient is left it takes over as r -> 0 and the plateau is lost:
 s -> |g'v| / (|g| sqrt(2 / (pi P))), which is about 1 or less for a v unrelated to g. Read a
-plateau only at a converged model (:func:`curvlab.theory.plateau_score` and `slope_score`).
+plateau only at a converged model.
 
 Outside its ball the published score goes to 1. Cross-entropy need not do that: in a ReLU network of
 L layers the loss grows like r^L along every direction, and s tends to a constant that has nothing
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
+from curvlab.checks import whole
 from curvlab.parameters import layout_of, select_parameters
 from curvlab.tasks import Samples
 
@@ -115,25 +116,8 @@ def measures_at(
     return measures
 
 
-def perturb(
-    loss: Callable[[Tensor], Tensor | float],
-    point: Tensor,
-    directions: Tensor,
-    *,
-    generator: torch.Generator,
-    random: int = 10,
-    radii: Tensor | tuple[float, ...] = RADII,
-) -> Perturbation:
-    """One loss on spheres around ``point``: :func:`perturb_all` of it alone."""
-    found = perturb_all(
-        lambda parameters: {"loss": loss(parameters)}, point, directions, generator=generator,
-        random=random, radii=radii,
-    )  # fmt: skip
-    return found["loss"]
-
-
 @torch.no_grad()
-def perturb_all(
+def perturb(
     measures: Callable[[Tensor], Mapping[str, Tensor | float]],
     point: Tensor,
     directions: Tensor,
@@ -158,8 +142,7 @@ def perturb_all(
             "perturb needs point (n,) and directions (k, n); "
             f"got {tuple(point.shape)} and {tuple(directions.shape)}"
         )
-    if random < 1:
-        raise ValueError(f"random must be 1 or more; got {random}")
+    whole(random=random)
     radius = torch.as_tensor(radii, dtype=torch.float64)
 
     def values(parameters: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class Expansion:
             norm: ``"t"`` as the score is defined, ``"t-1"`` as the published numbers are.
         """
         if norm == "pairs":
-            raise ValueError("VNC(t) is of one t at a time: norm must be 't' or 't-1'")
+            raise ValueError("VNC(t) is defined for one t at a time: norm must be 't' or 't-1'")
         number = torch.arange(1, self.tasks + 1, dtype=torch.float64)
         divisor = number if norm == "t" else (number - 1).clamp(min=1)
         return self.curvatures.sum(0).diagonal() / divisor
@@ -155,6 +155,7 @@ def expand(
         later = updates[o:]
         slopes[o, o + 1 :] = later @ gradient.detach().to(later)
         images = (operator @ later.to(operator.dtype).to(operator.device)).to(later)
+        # H_o is symmetric, but its products are so only to rounding: take the mean of both orders
         form = later @ images.T
         curvatures[o, o + 1 :, o + 1 :] = 0.5 * (form + form.T)
     return Expansion(slopes, curvatures, distances(parameters), tasks * (tasks - 1) // 2)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvlab.checks import inside, whole
 from curvlab.eigen import Estimate, lanczos, spectral_density
 from curvlab.operators.subspace import Projected
 from curvlab.probe import LinearOperator
@@ -50,8 +51,7 @@ def effective_rank(values: Tensor, threshold: float, *, relative: bool = False) 
         threshold: lambda.
         relative: Whether it multiplies the largest magnitude.
     """
-    if threshold < 0.0:
-        raise ValueError(f"threshold must be 0 or more; got {threshold}")
+    inside("[0, inf)", threshold=threshold)
     magnitudes = values.detach().abs()
     if relative and len(magnitudes):
         threshold = threshold * float(magnitudes.max())
@@ -82,11 +82,8 @@ def spectrum_above(
             lower bounds (:func:`counts_above` estimates the rest).
         tol: Residuals, relative to each value.
     """
-    if threshold < 0.0 or first < 1 or most < 1:
-        raise ValueError(
-            "spectrum_above needs threshold >= 0, first >= 1 and most >= 1; "
-            f"got {threshold}, {first}, {most}"
-        )
+    inside("[0, inf)", threshold=threshold)
+    whole(first=first, most=most)
     values, residuals, vectors = torch.zeros(0).double(), torch.zeros(0).double(), None
     products, complete, batch = 0, True, first
     while True:

@@ -131,6 +131,7 @@ def spectral_similarity(
     moments = torch.cat(pieces)
     total = moments.sum(0)
     rest = total - moments
+    # A ratio of sums: its error is estimated by leaving out each probe in turn (jackknife).
     left_out = rest[:, 0] / (rest[:, 1] * rest[:, 2]).sqrt()
     error = float(((left_out - left_out.mean()) ** 2).sum() * (probes - 1) / probes) ** 0.5
     return Estimate(_cosine(total), error, probes)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
+from curvlab.checks import whole
 from curvlab.nets.initialise import Seed, build, normal_
 
 
@@ -30,11 +31,10 @@ def gpt(
         depth: Number of blocks.
         heads: Of each attention.
     """
-    if min(vocabulary, context, hidden, heads) < 1 or depth < 0 or hidden % heads:
-        raise ValueError(
-            "gpt needs vocabulary, context, hidden and heads of at least 1, hidden a multiple of "
-            f"heads, depth at least 0; got {vocabulary}, {context}, {hidden}, {heads} and {depth}"
-        )
+    whole(vocabulary=vocabulary, context=context, hidden=hidden, heads=heads)
+    whole(0, depth=depth)
+    if hidden % heads:
+        raise ValueError(f"hidden= must be a multiple of heads=; got {hidden} and {heads}")
     return build(lambda: GPT(vocabulary, context, hidden, depth, heads), seed, dtype, device)
 
 

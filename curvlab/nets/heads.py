@@ -7,6 +7,8 @@ task does not use gets no gradient from it, and learners leave it alone until it
 
 from torch import Tensor, nn
 
+from curvlab.checks import whole
+
 
 class MultiHead(nn.Module):
     """``heads[task](body(inputs))``.
@@ -23,11 +25,7 @@ class MultiHead(nn.Module):
         self, body: nn.Module, width: int, classes: int, tasks: int, *, bias: bool = True
     ) -> None:
         super().__init__()
-        if min(width, classes, tasks) < 1:
-            raise ValueError(
-                "MultiHead needs width=, classes= and tasks= of at least 1; got "
-                f"{width}, {classes} and {tasks}"
-            )
+        whole(width=width, classes=classes, tasks=tasks)
         self.body = body
         self.heads = nn.ModuleList([nn.Linear(width, classes, bias=bias) for _ in range(tasks)])
 

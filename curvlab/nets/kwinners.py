@@ -3,9 +3,9 @@
 Per sample only the k largest of n units pass; which units those are differs between tasks, so that
 the tasks' activations are nearly orthogonal. Two forces keep units from winning again and again:
 
-* boosting: in training, values are multiplied by exp(-strength * duty) *for choosing only*, with
-  duty the fraction of samples that a unit won, over the last ``period`` samples or, until there
-  were so many, over all; the strength falls by a factor with every epoch;
+* boosting: in training, values are multiplied by exp(-strength * duty) *for choosing only*. The
+  duty is the fraction of samples that a unit won, over the last ``period`` samples, or over all of
+  them while there are fewer. The strength falls by a factor with every epoch;
 * heterogeneous dropout: a unit that won often in past tasks is dropped before the choice, in
   training, with probability 1 - exp(-alpha * count / largest count).
 
@@ -26,6 +26,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from curvlab.checks import inside, whole
 from curvlab.nets.initialise import Seed, build
 
 
@@ -81,15 +82,11 @@ class KWinners(nn.Module):
         layer: int = 0,
     ) -> None:
         super().__init__()
-        if boost < 0.0 or not 0.0 <= boost_decay <= 1.0 or period < 1:
-            raise ValueError(
-                "boost must be at least 0, boost_decay in [0, 1] and period at least 1; got "
-                f"{boost}, {boost_decay} and {period}"
-            )
-        if not 0.0 < active <= 1.0 or inference < 1.0:
-            raise ValueError(
-                f"active must be in (0, 1] and inference 1 or more; got {active}, {inference}"
-            )
+        whole(period=period)
+        inside("[0, inf)", boost=boost)
+        inside("[0, 1]", boost_decay=boost_decay)
+        inside("(0, 1]", active=active)
+        inside("[1, inf)", inference=inference)
         self.n, self.boost, self.boost_decay, self.period = n, boost, boost_decay, period
         self.active, self.inference = active, inference
         self.register_buffer("duty", torch.zeros(n))
@@ -181,10 +178,6 @@ def kwinners_mlp(
     sizes: Sequence[int] = (196, 200, 200, 10),
     active: float = 0.1,
     *,
-    inference: float = 1.5,
-    boost: float = 1.0,
-    boost_decay: float = 0.9,
-    period: int = 1000,
     bias: bool = False,
     seed: Seed = 0,
     dtype: torch.dtype | None = None,
@@ -194,7 +187,7 @@ def kwinners_mlp(
 
     Args:
         sizes: Units from the inputs to the outputs.
-        active, inference, boost, boost_decay, period: As in :class:`KWinners`.
+        active: Fraction of the hidden units that win; the rest is :class:`KWinners`' default.
         bias: Without by default, as GPM needs (free biases forget).
     """
     if len(sizes) < 3:
@@ -204,17 +197,7 @@ def kwinners_mlp(
         layers: list[nn.Module] = []
         for layer, (inputs, outputs) in enumerate(pairwise(sizes[:-1])):
             layers.append(nn.Linear(inputs, outputs, bias=bias))
-            layers.append(
-                KWinners(
-                    outputs,
-                    active,
-                    inference=inference,
-                    boost=boost,
-                    boost_decay=boost_decay,
-                    period=period,
-                    layer=layer,
-                )
-            )
+            layers.append(KWinners(outputs, active, layer=layer))
         layers.append(nn.Linear(sizes[-2], sizes[-1], bias=bias))
         return nn.Sequential(*layers)
 

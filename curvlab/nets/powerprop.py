@@ -8,6 +8,8 @@ never moves again when alpha > 1.
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
+from curvlab.checks import inside
+
 
 def power(phi: Tensor, alpha: float) -> Tensor:
     """w = phi |phi|^(alpha - 1)."""
@@ -67,10 +69,7 @@ def powerpropagate(model: nn.Module, alpha: float = 2.0) -> nn.Module:
         model: Any module; it is changed and returned. Names of parameters stay.
         alpha: At least 1 (which changes nothing); 2 to 5 are usual.
     """
-    if not alpha >= 1.0:
-        raise ValueError(
-            f"alpha must be 1 or more: below, gradients are infinite at 0; got {alpha}"
-        )
+    inside("[1, inf)", alpha=alpha)  # below 1, gradients are infinite at 0
     if isinstance(model, nn.Linear | nn.Conv2d):
         raise ValueError("powerpropagate replaces layers inside a model; wrap it in nn.Sequential")
     replaced = 0

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from curvlab.checks import whole
 from curvlab.nets.initialise import Seed, build
 
 ALPHA = 0.01  # small at first: a new column starts as if alone
@@ -102,9 +103,7 @@ def progressive_mlp(
         sizes: Units of one column from the inputs to the outputs.
         tasks: Columns; parameters grow with its square through the adapters.
     """
-    if len(sizes) < 2 or min(sizes) < 1 or tasks < 1:
-        raise ValueError(
-            "progressive_mlp needs sizes=(inputs, ..., outputs), all 1 or more, and tasks >= 1; "
-            f"got {tuple(sizes)} and {tasks}"
-        )
+    whole(tasks=tasks)
+    if len(sizes) < 2 or min(sizes) < 1:
+        raise ValueError(f"sizes= is (inputs, ..., outputs), all at least 1; got {tuple(sizes)}")
     return build(lambda: ProgressiveMLP(tuple(sizes), tasks), seed, dtype, device)

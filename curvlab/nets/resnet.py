@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from curvlab.checks import whole
 from curvlab.nets.heads import MultiHead
 from curvlab.nets.initialise import Seed, build
 
@@ -60,11 +61,7 @@ def slim_resnet18(
         raise ValueError(f"block= must be one of {list(_BLOCKS)}; got {block!r}")
     if norm not in _NORMS:
         raise ValueError(f"norm= must be one of {list(_NORMS)}; got {norm!r}")
-    if min(classes, nf, channels, *blocks, len(blocks)) < 1:
-        raise ValueError(
-            "classes=, nf=, channels= and every entry of blocks= must be at least 1; got "
-            f"{classes}, {nf}, {channels}, {tuple(blocks)}"
-        )
+    whole(classes=classes, nf=nf, channels=channels, blocks=min(blocks, default=0))
 
     def make() -> nn.Module:
         network = SlimResNet(_BLOCKS[block], _NORMS[norm], nf, blocks, channels, classes)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, softmax
 
+from curvlab.checks import whole
 from curvlab.nets.heads import MultiHead
 from curvlab.nets.initialise import Seed, build, normal_
 
@@ -46,12 +47,9 @@ def vit_cifar(
             (:class:`~curvlab.nets.heads.MultiHead`). ``None`` shares one.
     """
     mlp = 4 * hidden if mlp is None else mlp
-    if min(classes, hidden, heads, mlp, side, patch, channels) < 1 or depth < 0:
-        raise ValueError(
-            "vit_cifar needs classes, hidden, heads, mlp, side, patch and channels of at least 1 "
-            f"and depth of at least 0; got {classes}, {hidden}, {heads}, {mlp}, {side}, {patch}, "
-            f"{channels} and {depth}"
-        )
+    whole(classes=classes, hidden=hidden, heads=heads, mlp=mlp)
+    whole(side=side, patch=patch, channels=channels)
+    whole(0, depth=depth)
     if hidden % heads:
         raise ValueError(f"hidden= must be a multiple of heads=; got {hidden} and {heads}")
     if side % patch:

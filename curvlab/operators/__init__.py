@@ -1,38 +1,22 @@
 """Curvature operators: symmetric linear maps over the flat parameter vector."""
 
-from curvlab.operators.block_diagonal import BlockDiagonal
-from curvlab.operators.curvature import Curvature
-from curvlab.operators.dense import Dense
-from curvlab.operators.fisher import EmpiricalFisher, Fisher
-from curvlab.operators.foreign import FromFunction, from_scipy, to_scipy
-from curvlab.operators.gauss_newton import GaussNewton
-from curvlab.operators.hessian import FunctionalHessian, Hessian
-from curvlab.operators.objective import Objective
-from curvlab.operators.operator import Operator
-from curvlab.operators.preconditioned import Preconditioned, adaptive_preconditioner
-from curvlab.operators.sparse import Sparse
-from curvlab.operators.subspace import Projected, Restricted
-from curvlab.operators.sums import WeightedSum, average
-
-__all__ = [
-    "BlockDiagonal",
-    "Curvature",
-    "Dense",
-    "EmpiricalFisher",
-    "Fisher",
-    "FromFunction",
-    "FunctionalHessian",
-    "GaussNewton",
-    "Hessian",
-    "Objective",
-    "Operator",
-    "Preconditioned",
-    "Projected",
-    "Restricted",
-    "Sparse",
-    "WeightedSum",
-    "adaptive_preconditioner",
-    "average",
-    "from_scipy",
-    "to_scipy",
-]
+from curvlab.operators.block_diagonal import BlockDiagonal as BlockDiagonal
+from curvlab.operators.curvature import Curvature as Curvature
+from curvlab.operators.dense import Dense as Dense
+from curvlab.operators.fisher import EmpiricalFisher as EmpiricalFisher, Fisher as Fisher
+from curvlab.operators.foreign import (
+    FromFunction as FromFunction,
+    from_scipy as from_scipy,
+    to_scipy as to_scipy,
+)
+from curvlab.operators.gauss_newton import GaussNewton as GaussNewton
+from curvlab.operators.hessian import FunctionalHessian as FunctionalHessian, Hessian as Hessian
+from curvlab.operators.objective import Objective as Objective
+from curvlab.operators.operator import Operator as Operator
+from curvlab.operators.preconditioned import (
+    Preconditioned as Preconditioned,
+    adaptive_preconditioner as adaptive_preconditioner,
+)
+from curvlab.operators.sparse import Sparse as Sparse
+from curvlab.operators.subspace import Projected as Projected, Restricted as Restricted
+from curvlab.operators.sums import WeightedSum as WeightedSum, average as average

@@ -64,6 +64,12 @@ class ImageData:
             )
 
 
+def require_same_length(images: Tensor, labels: Tensor, where: str) -> None:
+    """Raise a :class:`DataError` that names ``where`` unless every image has a label."""
+    if len(images) != len(labels):
+        raise DataError(f"{where}: {len(images)} images but {len(labels)} labels")
+
+
 def label_tensor(labels: Any, where: str, classes: int) -> Tensor:
     """``labels`` as int64 ``(N,)``, or a :class:`DataError` that names ``where``."""
     try:

@@ -1,4 +1,4 @@
-"""What the public files are called, their digests and where they are served.
+"""Names, digests and addresses of the public files.
 
 One table, used by the readers' error messages, by ``verify=True`` and by the download. Digests are
 those of the files as published; a file someone repacked has another digest and still reads.

@@ -125,7 +125,7 @@ def subset(samples: Samples, size: int, *, seed: Seed, balanced: bool = False) -
     """
     if not 1 <= size <= len(samples):
         raise ValueError(f"size= must be between 1 and {len(samples)} (all samples); got {size}")
-    generator = _generator(seed)
+    generator = generator_of(seed)
     order = _permutation(len(samples), generator, samples.inputs.device)
     if not balanced:
         return samples[order[:size]]
@@ -165,7 +165,7 @@ def limit(
         seed: Of the choice; every task draws its own.
         balanced: As in :func:`subset`.
     """
-    generator = _generator(seed)
+    generator = generator_of(seed)
     return [
         replace(
             task,
@@ -202,9 +202,10 @@ def _concatenated(parts: list[Samples]) -> Samples:
 
 
 def _permutation(count: int, seed: Seed, device: torch.device) -> Tensor:
-    generator = _generator(seed)
+    generator = generator_of(seed)
     return torch.randperm(count, generator=generator, device=generator.device).to(device)
 
 
-def _generator(seed: Seed) -> torch.Generator:
+def generator_of(seed: Seed) -> torch.Generator:
+    """``seed`` if it is a generator, else a CPU generator started at it."""
     return seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)

@@ -5,20 +5,17 @@ Each function takes :class:`ImageData` and returns a list of :class:`Task` with 
 head for each; split streams can also have targets that count over all tasks (``targets="all"``).
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from curvlab.storage import load_tensors, save_tensors
+from curvlab.checks import whole
 from curvlab.tasks.embedded import embedded_cifar10, embedded_mnist
 from curvlab.tasks.images import DataError, ImageData
 from curvlab.tasks.rotation import rotated
-from curvlab.tasks.samples import Samples, Task
+from curvlab.tasks.samples import Samples, Task, generator_of
 
 Normalisation = tuple[Sequence[float], Sequence[float]]  # mean and deviation of each channel
 
@@ -36,7 +33,6 @@ def rotated_mnist(
     side: int = 14,
     normalise: Normalisation | None = None,
     flat: bool = True,
-    cache: str | Path | None = None,
 ) -> list[Task]:
     """One task per angle: all images turned counter-clockwise (bilinear), then shrunk.
 
@@ -50,34 +46,19 @@ def rotated_mnist(
         side: Pixels along the side of the inputs; divides the images' side.
         normalise: ``None`` leaves 0..1; else e.g. ``MNIST_NORMALISATION``.
         flat: Inputs ``(N, side * side)`` for an MLP, or ``(N, 1, side, side)``.
-        cache: Folder in which the finished stream is kept, named after its content.
     """
     data = embedded_mnist() if data is None else data
     degrees = [float(angle) for angle in angles]
     if not degrees:
         raise ValueError("angles= is empty: a stream needs at least one task")
-    settings = {"angles": degrees, "side": side, "normalise": normalise}
-    path = (
-        None
-        if cache is None
-        else Path(cache) / f"rotated-{_fingerprint(data, settings)}.safetensors"
-    )
-    if path is not None and path.is_file():
-        tensors, _ = load_tensors(path, "rotated stream")
-        parts = {part: tensors[part] for part in ("train", "test")}
-    else:
-        parts = {
-            "train": _turned(data.train_images, degrees, side, normalise),
-            "test": _turned(data.test_images, degrees, side, normalise),
-        }
-        if path is not None:
-            save_tensors(path, "rotated stream", parts, settings)
+    train = _turned(data.train_images, degrees, side, normalise)
+    test = _turned(data.test_images, degrees, side, normalise)
     shape = (-1, side * side) if flat else (-1, 1, side, side)
     return [
         Task(
             f"rotated by {angle:g}",
-            Samples(parts["train"][index].view(shape), data.train_labels),
-            Samples(parts["test"][index].view(shape), data.test_labels),
+            Samples(train[index].view(shape), data.train_labels),
+            Samples(test[index].view(shape), data.test_labels),
             len(data.classes),
         )
         for index, angle in enumerate(degrees)
@@ -101,10 +82,9 @@ def permuted_mnist(
         side: As in :func:`rotated_mnist`; inputs are ``(N, side * side)``.
         normalise: As in :func:`rotated_mnist`.
     """
-    if tasks < 1:
-        raise ValueError(f"tasks= must be at least 1; got {tasks}")
+    whole(tasks=tasks)
     data = embedded_mnist() if data is None else data
-    generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     [train] = _turned(data.train_images, [0.0], side, normalise)
     [test] = _turned(data.test_images, [0.0], side, normalise)
     stream = []
@@ -127,26 +107,24 @@ def permuted_mnist(
 def split_cifar10(
     data: ImageData | None = None,
     *,
-    per_task: int = 2,
     order: Sequence[int] | None = None,
     normalise: Normalisation | None = None,
     targets: Targets = "task",
 ) -> list[Task]:
     """Five tasks of two classes; see :func:`split_classes`. ``None`` takes the embedded subset."""
     data = embedded_cifar10() if data is None else data
-    return split_classes(data, per_task, order=order, normalise=normalise, targets=targets)
+    return split_classes(data, 2, order=order, normalise=normalise, targets=targets)
 
 
 def split_cifar100(
     data: ImageData,
     *,
-    per_task: int = 5,
     order: Sequence[int] | None = None,
     normalise: Normalisation | None = None,
     targets: Targets = "task",
 ) -> list[Task]:
     """Twenty tasks of five classes; see :func:`split_classes`."""
-    return split_classes(data, per_task, order=order, normalise=normalise, targets=targets)
+    return split_classes(data, 5, order=order, normalise=normalise, targets=targets)
 
 
 def split_classes(
@@ -236,12 +214,3 @@ def _normalised(inputs: Tensor, normalise: Normalisation | None) -> Tensor:
     shape = (-1, *[1] * (inputs.dim() - 2))
     mean, deviation = (f.to(inputs).view(shape) for f in (mean, deviation))
     return inputs.sub_(mean).div_(deviation)
-
-
-def _fingerprint(data: ImageData, settings: dict[str, object]) -> str:
-    """Of the images and what is done with them; labels come from ``data`` and are not cached."""
-    total = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for images in (data.train_images, data.test_images):
-        total.update(str(tuple(images.shape)).encode())
-        total.update(images.cpu().contiguous().numpy().data)
-    return total.hexdigest()[:16]

@@ -9,8 +9,11 @@ import math
 
 import torch
 
-from curvlab.tasks.samples import Samples, Task
+from curvlab.checks import whole
+from curvlab.tasks.samples import Samples, Task, generator_of
 
+SPREAD = 0.18  # standard deviation of a cloud
+DISTANCE = 1.0  # between the middles of a task's two clouds
 # name, centre of the pair, direction from class 0 to class 1 in degrees
 PLACES = (
     ("centre", (0.0, 0.0), 0.0),
@@ -23,8 +26,6 @@ def toy_challenge(
     samples: int = 400,
     *,
     test: int = 400,
-    spread: float = 0.18,
-    distance: float = 1.0,
     seed: int | torch.Generator = 0,
 ) -> list[Task]:
     """Three tasks of points ``(N, 2)``, half of each class, in random order.
@@ -32,23 +33,16 @@ def toy_challenge(
     Args:
         samples: Training points per task.
         test: Test points per task.
-        spread: Standard deviation of a cloud.
-        distance: Between the middles of a task's two clouds.
         seed: An int or a generator.
     """
-    if min(samples, test) < 2:
-        raise ValueError(
-            f"samples= and test= must be at least 2, one per class; got {samples}, {test}"
-        )
-    if not (spread > 0 and distance > 0):
-        raise ValueError(f"spread= and distance= must be positive; got {spread}, {distance}")
-    generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    whole(2, samples=samples, test=test)  # one per class
+    generator = generator_of(seed)
 
     def draw(count: int, centre: tuple[float, float], degrees: float) -> Samples:
         targets = torch.randperm(count, generator=generator, device="cpu") % 2
         angle = math.radians(degrees)
-        side = (targets - 0.5).double() * distance
-        points = spread * torch.randn(
+        side = (targets - 0.5).double() * DISTANCE
+        points = SPREAD * torch.randn(
             count, 2, generator=generator, dtype=torch.float64, device="cpu"
         )
         points[:, 0] += centre[0] + side * math.cos(angle)

@@ -1,4 +1,4 @@
-"""Whether runs of the first task may be gone on from."""
+"""Whether training may continue from given runs of the first task."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 from curvlab.learners import SGD, Population
 from curvlab.training.run import Run
 
-# what must agree between the first task's runs and those that go on from them
+# settings that must agree between the runs of the first task and those that continue from them
 SETTINGS = (
     "schedule",
     "batch_size",
@@ -30,7 +30,7 @@ def check_branch(runs: Sequence[Run], population: Population, config: dict[str, 
     Args:
         runs: Of the first task.
         population: Before training.
-        config: Settings of the run that goes on; ``"data"`` is the digest of the first task.
+        config: Settings of the run that continues; ``"data"`` is the digest of the first task.
     """
     if [run.seed for run in runs] != list(population.seeds):
         raise ValueError(
@@ -54,5 +54,5 @@ def check_branch(runs: Sequence[Run], population: Population, config: dict[str, 
             )
         if not torch.equal(run.initial, population.parameters[s].cpu()):
             raise ValueError(
-                f"the run of seed {run.seed} in first= began from another network than this one"
+                f"the run of seed {run.seed} in first= started from a different network"
             )

@@ -1,10 +1,11 @@
-"""What can be wrong before training, and what to reduce if memory runs out in it."""
+"""Checks before training, and advice on what to reduce if memory runs out during it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from curvlab.checks import inside, whole
 from curvlab.learners import Learner, Population
 from curvlab.tasks.samples import Task
 
@@ -18,7 +19,7 @@ def check(
     weight_decay: float,
     every: int | None,
 ) -> None:
-    """Refuse arguments of :func:`~curvlab.training.learn` that cannot be meant."""
+    """Refuse arguments of :func:`~curvlab.training.learn` that make no sense."""
     if not tasks:
         raise ValueError("learn needs at least one task")
     if learner.notes:
@@ -26,15 +27,9 @@ def check(
             f"this {type(learner).__name__} already holds the memory of "
             f"{len(learner.notes)} tasks: make a new one for new runs"
         )
-    if batch_size < 1 or (every is not None and every < 1):
-        raise ValueError(
-            f"batch_size= and checkpoint_every= must be at least 1; got {batch_size} and {every}"
-        )
-    if not 0.0 <= momentum < 1.0 or weight_decay < 0.0:
-        raise ValueError(
-            f"momentum= must lie in [0, 1) and weight_decay= be at least 0; got {momentum} and "
-            f"{weight_decay}"
-        )
+    whole(batch_size=batch_size, checkpoint_every=1 if every is None else every)
+    inside("[0, 1)", momentum=momentum)
+    inside("[0, inf)", weight_decay=weight_decay)
     for task in tasks:
         for part, samples in (("train", task.train), ("test", task.test)):
             flawed = (~samples.inputs.isfinite()).flatten(1).any(1).nonzero().flatten()
@@ -65,7 +60,7 @@ def check(
 
 @contextmanager
 def advice_on_memory(population: Population, learner: Learner, batch_size: int) -> Iterator[None]:
-    """Add to an error for want of memory what there is to reduce."""
+    """Add to an out-of-memory error what can be reduced."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""The loss while training: a mean over every stretch of an epoch, at most so many to an epoch."""
+"""The loss while training: each epoch is cut into at most POINTS stretches, each with its mean."""
 
 from dataclasses import dataclass, field
 
@@ -29,17 +29,17 @@ class Curve:
         return torch.zeros(self.runs, 0, dtype=torch.float64)
 
     def begin_task(self) -> None:
-        """A task without an epoch."""
+        """Start the curve of a task, with no epoch yet."""
         self.tasks.append(torch.zeros(self.runs, 0, 0, dtype=torch.float64))
         self.part = self._nothing()
 
     def unknown(self, tasks: int) -> None:
-        """Tasks of which nothing is known."""
+        """Add tasks whose losses are not known."""
         for _ in range(tasks):
             self.begin_task()
 
     def resume(self, steps: int) -> None:
-        """``steps`` of the epoch lie behind; those of which nothing is known count as NaN."""
+        """Continue after ``steps`` of the epoch; those whose losses are not known are NaN."""
         missing = torch.full((self.runs, steps - self.part.shape[1]), float("nan")).double()
         self.part = torch.cat([missing, self.part], 1)
 
@@ -48,7 +48,7 @@ class Curve:
         self.part = torch.cat([self.part, losses], 1)
 
     def end_epoch(self, steps: int) -> None:
-        """Means over the stretches of an epoch of ``steps``; nothing if that was done before."""
+        """Add the means of an epoch of ``steps``; does nothing if they were added before."""
         if not self.part.shape[1]:
             return
         points = min(steps, POINTS)

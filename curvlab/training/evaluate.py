@@ -1,4 +1,4 @@
-"""Loss and accuracy of all runs on one task's samples, told the task and not."""
+"""Loss and accuracy of all runs on one task's samples, with and without knowing the task."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Evaluation:
     """What is measured after every task.
 
     Args:
-        train: Training samples per task that are looked at, the first so many; ``None`` takes all
-            of them and 0 none (the training matrices are then NaN).
+        train: How many training samples per task to evaluate, from the first on; ``None`` is all,
+            0 none (the training matrices are then NaN).
         future: Whether tasks not yet learned are evaluated too; else their entries are NaN.
     """
 
@@ -59,10 +59,10 @@ def both_kinds(
     tasks: Sequence[Task],
     index: int,
 ) -> tuple[Tensor, Tensor]:
-    """Accuracy of each run on a task's test samples, told the task and not; float64 ``(S,)`` each.
+    """Accuracies on a task's test samples with and without knowing the task; float64 ``(S,)``.
 
-    Untold, every task that was learned answers for its own classes, with the parameters, head and
-    statistics with which it is predicted, and the largest logit of all wins.
+    Without the task, every learned task predicts its own classes, with its own parameters, head and
+    statistics, and the largest logit of all wins.
 
     Args:
         population: In any mode; it is put in eval mode.
@@ -119,6 +119,7 @@ def evaluate(
         logits = population.logits(inputs, task, parameters)
         picked = targets.expand(population.size, -1)
         if population.loss is cross_entropy:
+            # by hand in float64: losses near 0 are a difference of nearly equal numbers
             chosen = logits.gather(2, picked.unsqueeze(2)).squeeze(2).double()
             loss += (logits.double().logsumexp(2) - chosen).sum(1)
         else:

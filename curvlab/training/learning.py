@@ -1,4 +1,4 @@
-"""``learn``: what is trained, from what, with which settings; :mod:`.loop` does it."""
+"""``learn``: checks what is trained and with which settings; :mod:`.loop` does the training."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -158,7 +158,7 @@ def _population(
     if autocast not in (None, torch.bfloat16):
         raise ValueError(
             f"autocast= is None or torch.bfloat16; got {autocast} (float16 needs a loss scale, "
-            f"which learn has not; for float64 convert the models)"
+            f"which learn does not have; for float64 convert the models)"
         )
     if isinstance(models, Population):
         if seeds is not None or batchnorm is not None or autocast is not None:

@@ -25,7 +25,7 @@ from curvlab.training.step import require_still, take_step
 
 @dataclass(slots=True)
 class Loop:
-    """All steps of the tasks, and what comes between them."""
+    """The steps of all tasks, and what happens between tasks."""
 
     population: Population
     learner: Learner
@@ -36,7 +36,7 @@ class Loop:
     momentum: float
     weight_decay: float
     augment: Augment | None = None
-    counted: float = field(default_factory=time.process_time)  # up to where timings reach
+    counted: float = field(default_factory=time.process_time)  # CPU time already in the timings
 
     def count(self) -> None:
         """Add the processor's time since the last call to the present task's timings."""
@@ -45,7 +45,7 @@ class Loop:
         self.counted = now
 
     def adopt(self, runs: Sequence[Run], config: dict[str, Any], task: Task) -> None:
-        """Take over the first task from ``runs`` in place of training it."""
+        """Continue from ``runs`` of the first task instead of training it."""
         population = self.population
         check_branch(runs, population, config | {"data": data_digest([task])})
         population.begin_task(0)
@@ -192,7 +192,7 @@ class Loop:
 
 
 def summary(record: Record, index: int) -> str:
-    """The line of a task that is done."""
+    """The progress line of a finished task."""
     rows = record.matrices["test_accuracy"][:, index]
     timing = record.timings[-1]
     return (

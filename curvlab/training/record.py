@@ -1,4 +1,4 @@
-"""What all runs have gathered so far, and its checkpoint file."""
+"""Results of all runs so far, and their checkpoint file."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvlab.learners import Learner, Population
 from curvlab.manifest import COUNT, Shape, require_facts, require_tensors
-from curvlab.storage import StorageError, load_tensors, save_tensors, tensor_bytes
+from curvlab.storage import StorageError, below, load_tensors, save_tensors, tensor_bytes
 from curvlab.tasks.samples import Task
 from curvlab.training.curve import Curve
 from curvlab.training.run import MATRICES, Run
@@ -83,7 +83,7 @@ class Checkpoint:
     Args:
         path: Of the file.
         config: Settings; a file written with others is refused.
-        answers: Of the networks before training, to know them by what they do.
+        answers: Logits of the networks before training, which identify them by what they compute.
     """
 
     path: Path
@@ -111,7 +111,7 @@ class Checkpoint:
         save_tensors(self.path, "training", tensors, manifest)
 
     def restore(self, record: Record, population: Population, learner: Learner) -> None:
-        """Put the file's state, if there is a file, into the three."""
+        """Load the file's state, if there is a file, into all three."""
         if not self.path.exists():
             return
         tensors, manifest = load_tensors(self.path, "training")
@@ -150,20 +150,20 @@ class Checkpoint:
         record.task, record.step = task, manifest["step"]
         record.timings = manifest["timings"]
         record.initial = tensors["initial"]
-        record.matrices |= _below(tensors, "matrices/")
+        record.matrices |= below(tensors, "matrices/")
         record.snapshots = [tensors[name] for name in kept]
         done = len([timing for timing in record.timings if "evaluate_seconds" in timing])
-        buffers = [_below(tensors, f"buffers/{t}/") for t in range(done)]
+        buffers = [below(tensors, f"buffers/{t}/") for t in range(done)]
         record.buffers = [after for after in buffers if after]
         learner.notes = manifest["notes"]
         try:  # only the learner can tell whether what it kept fits
-            curve = _below(tensors, "curve/")
+            curve = below(tensors, "curve/")
             if curve:
                 record.curve.load_state(curve)
             else:  # a file from before it was kept
                 record.curve.unknown(len(record.timings))
-            population.load_state(_below(tensors, "population/"), record.task)
-            learner.load_state(population, _below(tensors, "learner/"))
+            population.load_state(below(tensors, "population/"), record.task)
+            learner.load_state(population, below(tensors, "learner/"))
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise StorageError(
                 f"{self.path} is damaged: it does not hold the state of {type(learner).__name__} "
@@ -179,10 +179,6 @@ def data_digest(tasks: Sequence[Task]) -> str:
             for tensor in (samples.inputs, samples.targets):
                 total.update(tensor_bytes(tensor))
     return total.hexdigest()[:16]
-
-
-def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
 def _of_seed(note: dict[str, Any], s: int, size: int) -> dict[str, Any]:
@@ -208,7 +204,7 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any], within: str = ""
 
 
 def answers(population: Population, tasks: Sequence[Task]) -> dict[str, Tensor]:
-    """What the networks answer to a few samples of every task, ``(S, N, C)`` each."""
+    """Logits of the networks on a few samples of every task, ``(S, N, C)`` each."""
     return {
         f"answers/{t}": population.logits(task.train.inputs[:4], t).cpu()
         for t, task in enumerate(tasks)
@@ -216,7 +212,7 @@ def answers(population: Population, tasks: Sequence[Task]) -> dict[str, Tensor]:
 
 
 def _alike(one: Tensor, two: Tensor) -> bool:
-    """Whether two answers are the same but for rounding, which may be another machine's."""
+    """Whether two answers agree up to rounding, which may be that of another machine."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     scale = float(two[two.isfinite()].abs().max()) if bool(two.isfinite().any()) else 1.0

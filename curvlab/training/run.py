@@ -1,4 +1,4 @@
-"""What training leaves behind: matrices, snapshots, notes; one :class:`Run` per seed."""
+"""Results of training: matrices, snapshots, notes; one :class:`Run` per seed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlab.manifest import COUNT, Shape, require_facts, require_tensors
-from curvlab.storage import load_tensors, save_tensors
+from curvlab.storage import below, load_tensors, save_tensors
 
 MATRICES = (
     "train_loss",
@@ -97,11 +97,10 @@ class Run:
         fields |= {name: tensors[name] for name in ("initial", "snapshots")}
         nothing = torch.zeros(0, 0, dtype=torch.float64)
         losses = [tensors.get(f"losses/{t}", nothing) for t in range(tasks)]
-        prefix = "buffers/"
         return cls(
             seed=manifest["seed"],
             tasks=tuple(manifest["tasks"]),
-            buffers={k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)},
+            buffers=below(tensors, "buffers/"),
             losses=losses,
             notes=manifest["notes"],
             config=manifest["config"],

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from curvlab.checks import inside, whole
 from curvlab.learners.described import described
 
 
@@ -36,13 +37,11 @@ class Schedule:
     scale: Callable[[int, float], float] | None = None
 
     def __post_init__(self) -> None:
-        for name, rate in (("lr", self.lr), ("lr_later", self.lr_later), ("decay", self.decay)):
-            if rate is not None and not rate > 0.0:
-                raise ValueError(f"{name}= must be positive; got {rate}")
+        later = self.lr if self.lr_later is None else self.lr_later
+        inside("(0, inf)", lr=self.lr, lr_later=later, decay=self.decay)
         for task in (0, 1):
             epochs, points = self.epochs_of(task), self.decay_points_of(task)
-            if epochs < 1:
-                raise ValueError(f"epochs must be at least 1; got {epochs}")
+            whole(epochs=epochs)
             if list(points) != sorted(set(points)) or any(not 0 < p < epochs for p in points):
                 raise ValueError(
                     f"decay points must increase and lie inside the {epochs} epochs; got {points}"
@@ -85,7 +84,7 @@ class Schedule:
         Args:
             task: Its index.
             epoch: Of the task.
-            done: Part of the task's steps that lie behind, for ``scale``.
+            done: Fraction of the task's steps already made, for ``scale``.
         """
         rate = self.lr if task == 0 or self.lr_later is None else self.lr_later
         passed = sum(epoch >= point for point in self.decay_points_of(task))

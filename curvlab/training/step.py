@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlab.learners import Batch, Learner, Population, Step
 
-CHECKED = 100  # after so many steps, whether a task leaves alone what it does not use
+CHECKED = 100  # steps between checks that a task does not move parameters it does not use
 
 
 def take_step(
@@ -53,7 +53,7 @@ def take_step(
 
 
 def _watch(population: Population, unused: dict[str, slice]) -> None:
-    """Note on the device, without waiting for it, whether what a task does not use moves."""
+    """Record on the device, without a host wait, whether parameters the task does not use move."""
     if unused:
         found = torch.stack([population.gradients[:, w].abs().amax() for w in unused.values()])
         before = population.strayed
@@ -61,7 +61,7 @@ def _watch(population: Population, unused: dict[str, slice]) -> None:
 
 
 def require_still(population: Population, task: int) -> None:
-    """Raise if a step of ``task`` moved what the task was taken not to use."""
+    """Raise if a step of ``task`` moved parameters that were found unused by it."""
     strayed, population.strayed = population.strayed, None
     if strayed is None:
         return

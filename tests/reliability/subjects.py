@@ -12,14 +12,20 @@ from pathlib import Path
 
 import torch
 
-from curvlab.eigen import Checkpoint, Density, Eigenpairs, Interrupted, Room, lanczos
-from curvlab.eigen import spectral_density as density
+from curvlab.eigen import (
+    Checkpoint,
+    Density,
+    Eigenpairs,
+    Interrupted,
+    Room,
+    lanczos,
+    spectral_density as density,
+)
 from curvlab.learners import SGDDagger
 from curvlab.nets import mlp
 from curvlab.operators import Dense
 from curvlab.training import Run, Schedule, learn
-from experiments import __main__ as command
-from experiments import registry
+from experiments import __main__ as command, registry
 from experiments.shelf import Shelf
 from experiments.store import Store
 from tests.small_problems import make_tasks

@@ -5,12 +5,10 @@ from collections.abc import Callable
 from curvlinops import GGNLinearOperator, HessianLinearOperator
 from torch import Tensor, nn
 
-from curvlab.bench.problem import Data
+from curvlab.bench.problem import Data, Product
 
 NAME = DISTRIBUTION = "curvlinops-for-pytorch"
 BLOCKS = True  # several vectors share work
-
-Product = Callable[[Tensor], Tensor]
 
 
 def hessian(model: nn.Module, loss: nn.Module, batches: Data) -> Product:

@@ -12,15 +12,12 @@ from hessian_eigenthings import (
     supervised_loss,
     supervised_loss_of_output,
 )
-from torch import Tensor, nn
+from torch import nn
 
-from curvlab.bench.problem import Data
+from curvlab.bench.problem import Answer, Data, Product
 
 NAME = DISTRIBUTION = "hessian-eigenthings"
 BLOCKS = False  # one vector at a time
-
-Product = Callable[[Tensor], Tensor]
-Answer = tuple[Tensor, Tensor, int]
 
 
 def hessian(model: nn.Module, loss: nn.Module, batches: Data) -> Product:

@@ -4,7 +4,6 @@ XLA keeps a thread pool of its own: it uses every core, whatever torch is pinned
 """
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from curvlab.bench.problem import Data
+from curvlab.bench.problem import Data, Product
 from curvlab.operators.products.mlp_plan import recognise
 
 jax: Any = importlib.import_module("jax")  # untyped here, whether or not it brings types
@@ -20,8 +19,6 @@ jnp: Any = importlib.import_module("jax.numpy")
 
 NAME = DISTRIBUTION = "jax"
 BLOCKS = True
-
-Product = Callable[[Tensor], Tensor]
 
 
 def fits(model: nn.Module) -> bool:

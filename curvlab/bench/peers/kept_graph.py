@@ -5,13 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from curvlab.bench.problem import Data
+from curvlab.bench.problem import Data, Product
 from curvlab.parameters import layout_of, select_parameters
 
 NAME, DISTRIBUTION = "kept graph", "torch"
 BLOCKS = False  # one vector at a time
-
-Product = Callable[[Tensor], Tensor]
 
 
 def hessian(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], batches: Data) -> Product:

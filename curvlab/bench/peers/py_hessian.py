@@ -11,13 +11,10 @@ import torch
 from pyhessian import hessian as PyHessian
 from torch import Tensor, nn
 
-from curvlab.bench.problem import Data
+from curvlab.bench.problem import Answer, Data, Product
 
 NAME = DISTRIBUTION = "PyHessian"
 BLOCKS = False  # one vector at a time
-
-Product = Callable[[Tensor], Tensor]
-Answer = tuple[Tensor, Tensor, int]
 
 
 def hessian(model: nn.Module, loss: nn.Module, batches: Data) -> Product:

@@ -1,8 +1,7 @@
 """Small class-balanced subsets of MNIST (at 14 x 14) and CIFAR-10 that travel with the package.
 
 ``manifest.json`` says what each file holds, what it was made from, and its SHA-256, which is
-checked at every load. :mod:`curvlab.tasks.embedded.build` makes them; only numpy and the standard
-library are needed to read them.
+checked at every load. ``python -m experiments.embed`` makes them.
 
 A file is xz over bytes: train labels, test labels, then all images plane by plane. CIFAR's planes
 are green, red minus green and blue minus green, each differenced along rows and columns (modulo
@@ -60,20 +59,8 @@ def load(folder: Traversable, name: str) -> ImageData:
     )
 
 
-def encode(images: Bytes) -> Bytes:
-    """Images ``(N, C, H, W)`` to planes ``(C, N, H, W)`` that compress well; C is 1 or 3."""
-    planes = images.transpose(1, 0, 2, 3).copy()
-    if len(planes) == 1:
-        return planes  # digits: mostly exact zeros, which differencing would only hide
-    red, green, blue = planes
-    planes = np.stack([green, red - green, blue - green])
-    planes[:, :, 1:] -= planes[:, :, :-1].copy()
-    planes[:, :, :, 1:] -= planes[:, :, :, :-1].copy()
-    return planes
-
-
 def decode(planes: Bytes) -> Bytes:
-    """The inverse of :func:`encode`."""
+    """Images ``(N, C, H, W)`` of planes ``(C, N, H, W)``."""
     if len(planes) == 3:
         green, red, blue = planes.cumsum(axis=3, dtype=np.uint8).cumsum(axis=2, dtype=np.uint8)
         planes = np.stack([red + green, green, blue + green])

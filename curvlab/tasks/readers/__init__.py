@@ -24,6 +24,7 @@ from curvlab.tasks.images import (
     MissingDataError,
     image_tensor,
     label_tensor,
+    require_same_length,
 )
 from curvlab.tasks.published import DOWNLOADS, FILES, verify_file
 from curvlab.tasks.readers.cifar import content_of, read_cifar_batch, read_cifar_batches
@@ -168,7 +169,7 @@ def _mnist_from_idx(paths: list[Path], verify: bool) -> ImageData:
             verify_file(labels_path)
         images = image_tensor(read_idx(images_path), str(images_path), (28, 28))
         labels = label_tensor(read_idx(labels_path), str(labels_path), 10)
-        _same_length(images, labels, f"{images_path} and {labels_path.name}")
+        require_same_length(images, labels, f"{images_path} and {labels_path.name}")
         return images.unsqueeze(1), labels
 
     return ImageData("mnist", *read(*paths[:2]), *read(*paths[2:]), tuple("0123456789"))
@@ -221,12 +222,7 @@ def _from_pack(
         images = image_tensor(arrays[f"x_{part}"], f"{path}: x_{part}", shape)
         images = images.unsqueeze(1) if len(shape) == 2 else images.permute(0, 3, 1, 2).contiguous()
         labels = label_tensor(arrays[f"y_{part}"], f"{path}: y_{part}", len(classes))
-        _same_length(images, labels, f"{path}: x_{part} and y_{part}")
+        require_same_length(images, labels, f"{path}: x_{part} and y_{part}")
         return images, labels
 
     return ImageData(name, *checked("train"), *checked("test"), classes)
-
-
-def _same_length(images: Tensor, labels: Tensor, where: str) -> None:
-    if len(images) != len(labels):
-        raise DataError(f"{where}: {len(images)} images but {len(labels)} labels")

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from curvlab.tasks.images import DataError, image_tensor, label_tensor
+from curvlab.tasks.images import DataError, image_tensor, label_tensor, require_same_length
 
 LARGEST = 160_000_000  # bytes of a batch file: CIFAR-100's training set, with its file names
 UNPACKED = 220_000_000  # of an archive; the published ones have 186 million
@@ -49,8 +49,7 @@ def read_cifar_batch(
     if not isinstance(batch[key], list) or not all(type(label) is int for label in batch[key]):
         raise DataError(f"{where}: {key!r} must be a list of integers")
     labels = label_tensor(batch[key], f"{where}: {key!r}", classes)
-    if len(images) != len(labels):
-        raise DataError(f"{where}: {len(images)} images but {len(labels)} labels")
+    require_same_length(images, labels, where)
     return images, labels
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from curvlab.tasks.images import DataError, image_tensor, label_tensor
+from curvlab.tasks.images import DataError, image_tensor, label_tensor, require_same_length
 
 HEADER = 16_384  # bytes; numpy writes 128
 _TILES = 100  # a sprite is 100 x 100 images of 32 x 32, row by row
@@ -71,9 +71,8 @@ def read_sprites(path: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     test = _tiles(arrays["test_webp"], f"{path}: test_webp")
     train_labels = label_tensor(arrays["y_train"], f"{path}: y_train", 10)
     test_labels = label_tensor(arrays["y_test"], f"{path}: y_test", 10)
-    for images, labels, key in ((train, train_labels, "y_train"), (test, test_labels, "y_test")):
-        if len(images) != len(labels):
-            raise DataError(f"{path}: {len(images)} images but {len(labels)} labels in {key}")
+    require_same_length(train, train_labels, f"{path}: y_train")
+    require_same_length(test, test_labels, f"{path}: y_test")
     return train, train_labels, test, test_labels
 
 

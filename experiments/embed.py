@@ -1,4 +1,4 @@
-"""Make the embedded subsets: ``python -m curvlab.tasks.embedded.build --data ROOT``.
+"""Make the data embedded in the package: ``python -m experiments.embed --data ROOT``.
 
 ``ROOT`` holds all of MNIST and CIFAR-10, in any form the readers take.
 
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from curvlab.storage import write_atomically
-from curvlab.tasks.embedded import encode
+from curvlab.tasks import embedded
+from curvlab.tasks.embedded import Bytes
 from curvlab.tasks.images import DataError, ImageData
 from curvlab.tasks.readers import cifar10, mnist
 
@@ -61,6 +62,21 @@ def select(data: ImageData, name: str) -> ImageData:
     )
 
 
+def encode(images: Bytes) -> Bytes:
+    """Images ``(N, C, H, W)`` to planes ``(C, N, H, W)`` that compress well; C is 1 or 3.
+
+    The inverse of :func:`curvlab.tasks.embedded.decode`.
+    """
+    planes = images.transpose(1, 0, 2, 3).copy()
+    if len(planes) == 1:
+        return planes  # digits: mostly exact zeros, which differencing would only hide
+    red, green, blue = planes
+    planes = np.stack([green, red - green, blue - green])
+    planes[:, :, 1:] -= planes[:, :, :-1].copy()
+    planes[:, :, :, 1:] -= planes[:, :, :, :-1].copy()
+    return planes
+
+
 def write(folder: Path, name: str, data: ImageData) -> dict[str, Any]:
     """Write one set; returns its entry of the manifest."""
     labels = torch.cat([data.train_labels, data.test_labels]).numpy().astype(np.uint8)
@@ -99,7 +115,9 @@ def build(root: Path, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of MNIST and CIFAR-10")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where to write")
+    parser.add_argument(
+        "--out", type=Path, default=Path(embedded.__file__).parent, help="where to write"
+    )
     arguments = parser.parse_args()
     for name, entry in build(arguments.data, arguments.out).items():
         print(f"{name}: {entry['train']} + {entry['test']} images, {entry['bytes']:,} bytes")

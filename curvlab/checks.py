@@ -1,0 +1,24 @@
+"""Checks of numbers that a user gives, by the names of their arguments."""
+
+from numbers import Integral, Real
+
+
+def whole(least: int = 1, /, **given: int) -> None:
+    """Raise unless all numbers are whole and at least ``least``: ``whole(size=size)``."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name}= is a whole number; got {value!r}")
+        if value < least:
+            raise ValueError(f"{name}= must be at least {least}; got {value}")
+
+
+def inside(interval: str, /, **given: float) -> None:
+    """Raise unless all numbers lie in ``interval``: ``inside("[0, 1)", momentum=momentum)``."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}= is a number; got {value!r}")
+        # written so that NaN lies in no interval
+        above = value >= low if interval[0] == "[" else value > low
+        if not (above and (value <= high if interval[-1] == "]" else value < high)):
+            raise ValueError(f"{name}= must lie in {interval}; got {value}")
