@@ -47,7 +47,7 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
         doubtful = (residuals > asked) & (ritz.residuals[:k] <= asked)
         doubtful &= values.abs() > solver.floor
         chosen = torch.arange(k) if explicit else doubtful.nonzero().flatten()
-        if explicit or products.spent + len(chosen) <= request.max_products:
+        if products.spent + len(chosen) <= request.max_products:
             for i in chosen.tolist():
                 residuals[i] = _true_residual(solver, vectors[i], float(values[i]))
     stored = vectors.to(products.operator.dtype)
@@ -165,11 +165,9 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     """
     products, krylov = solver.products, solver.krylov
     m, size = krylov.multiplied, krylov.size
-    if products.frozen or m == 0:
+    if products.frozen or m == 0 or products.spent >= solver.request.max_products:
         return
     if solver.request.certify.copies:
-        if products.spent >= solver.request.max_products:
-            return
         weights = torch.eye(m, 1, dtype=torch.float64).flatten()
     else:
         generator = torch.Generator().manual_seed(solver.request.seed + 7)

@@ -19,9 +19,11 @@ steps may leave it out; "orthonormal" then means up to :attr:`Overlaps.spread`.
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from curvlab_kernels.block import orthonormalise_with_
 from torch import Tensor, nn
 
 from curvlab.eigen.overlaps import Overlaps
@@ -36,6 +38,7 @@ class Krylov:
         rows: None in use yet, in one piece of memory that the operator's device computes on: a row
             is filled where it stands.
         eps: Of the operator's dtype.
+        deflate_: Removes directions to leave out from vectors in place; ``None`` if there are none.
 
     Attributes:
         rows: The first ``m`` are ``V``, then come ``f`` rows ``R``.
@@ -47,9 +50,12 @@ class Krylov:
         overlaps: What is known of the rows' overlaps; its ``budget`` says whether to allow any.
     """
 
-    def __init__(self, rows: Rows, eps: float) -> None:
+    def __init__(
+        self, rows: Rows, eps: float, deflate_: Callable[[Tensor], object] | None = None
+    ) -> None:
         self.rows = rows
         self.eps = eps
+        self.deflate_ = deflate_
         capacity = rows.capacity
         self.coupling = torch.zeros(capacity, capacity, dtype=torch.float64)
         self.aside = rows.rows()
@@ -124,11 +130,14 @@ class Krylov:
         """
         target = self.rows.row(self.size)
         target.copy_(vector)
+        if self.deflate_ is not None:
+            self.deflate_(target)
         length = float(self.rows.orthonormalise_(target)[1])
         if not math.isfinite(length):
             raise ValueError("a start vector holds NaN or infinity")
         if length == 0.0:
             return False
+        self._deflate_new_(target)
         self.coupling[self.size].zero_()
         self.rows.admit()
         self.chained, self.overlaps.clean = False, 1
@@ -142,9 +151,7 @@ class Krylov:
         """
         m, size = self.multiplied, self.size
         turned = reflection(weights)
-        old = self.rows.rows(m, size).double()
-        for index, row in enumerate(turned.to(old.device) @ old, m):
-            self.rows.put(index, row)
+        self.rows.mix(turned, m)
         self.coupling[m:size] = turned @ self.coupling[m:size]
         self._unchain()
 
@@ -179,11 +186,19 @@ class Krylov:
             else:
                 coefficients, length = rows.orthonormalise_(product)
             overlaps.clean += 1
+        self._deflate_new_(product)
         rows.admit()
         self.multiplied, self.chained = j + 1, alone
         self._pending.append((j, comparable, coefficients, length))
         if self._host:
             self.settle()
+
+    def _deflate_new_(self, row: Tensor) -> None:
+        """Remove what rounding left of the deflated rows; a short remainder had much of it."""
+        if self.deflate_ is not None:
+            self.deflate_(row)
+            length = self.rows.space.norm(row).to(row.dtype)
+            row /= torch.where(length > 0.0, length, torch.ones_like(length))
 
     def _partial_step(self, product: Tensor, error: float) -> tuple[Tensor, Tensor]:
         """Remove the last two rows; all others too if the overlaps with them may be too large."""
@@ -215,7 +230,7 @@ class Krylov:
         if not bool(torch.isfinite(self.rows.space.norm(products)).all()):
             raise OperatorError(_NOT_FINITE)
         new = products.clone()
-        for vector in new[self.rows.orthonormalise_block_(new)]:
+        for vector in new[self._orthonormalise_block_(new)]:
             self.rows.row(self.size).copy_(vector)
             self.rows.admit()
         columns = self.rows.coefficients(products).cpu().numpy()
@@ -223,6 +238,18 @@ class Krylov:
             self._record(self.multiplied + j, column, self.multiplied + j)
         self.multiplied += len(products)
         self._unchain()
+
+    def _orthonormalise_block_(self, block: Tensor) -> Tensor:
+        rows, deflate_ = self.rows, self.deflate_
+        if deflate_ is None:
+            return rows.orthonormalise_block_(block)
+
+        def remove_both_(vectors: Tensor) -> None:
+            deflate_(vectors)
+            rows.project_out_(vectors)
+
+        total = rows.space.total if rows.space.sharded else None
+        return orthonormalise_with_(remove_both_, block, rows.size, 0.0, total)
 
     def settle(self) -> None:
         """Record the coefficients of the last products, brought to the host in one transfer."""

@@ -96,9 +96,9 @@ def quota(products: Products, k: int, block: int, room: Room, copies: bool) -> Q
     least_reserve = (LEAST_RESERVE if copies else 2) + block - 1
     reserve = (min(RESERVE, products.room + 2) if copies else 2) + block - 1
     # A search holds the pairs, two rows more and the frontier; a chain the pairs, the frontier
-    # that was set aside and its own rows.
+    # that was set aside and its own rows; both no more than the whole space, one of them twice.
     most = products.room + block
-    least = min(most + least_reserve, k + block + max(2, least_reserve))
+    least = min(most + 2, k + block + max(2, least_reserve))
     total = room.rows
     vector = solve_bytes(1, 0, products.width, products.dtype) // (1 + PASSING)
     if room.bytes is not None:

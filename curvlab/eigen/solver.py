@@ -52,7 +52,8 @@ class Solver:
         self.products = products
         self.request = request
         self.certificate = certificate
-        self.krylov = Krylov(working_rows(request.quota, products), products.eps)
+        deflate_ = None if products.deflation is None else products.project_out_
+        self.krylov = Krylov(working_rows(request.quota, products), products.eps, deflate_)
         self.draws = 0
         self.chain: Chain | None = None
         self.doubt = 1.0
@@ -100,16 +101,17 @@ class Solver:
         rows, :meth:`_settle_start` multiplies the others too.
         """
         if vectors is not None:
-            given = vectors.to(self.products.dtype)
-            given = given / self.products.space.norm(given)[:, None].to(given.dtype)
-            block, b = self.request.block, len(given)
+            block, b = self.request.block, len(vectors)
             if block == 1 and self.request.k <= b and 2 * b + 8 <= self.request.quota.search:
-                for row in given:
-                    self._add(row)
+                for row in vectors:
+                    self.krylov.add(row)
                 self.krylov.lead(torch.ones(self.krylov.frontier, dtype=torch.float64))
             else:
                 for first in range(min(block, b)):
-                    self._add(given[first::block].sum(0))
+                    total = torch.zeros_like(vectors[0], dtype=self.products.dtype)
+                    for row in vectors[first::block]:
+                        total += row / float(self.products.space.norm(row.to(total.dtype)))
+                    self.krylov.add(total)
                 if block == 1 < b and self._add_random():  # some pairs are lacking: half by chance
                     self.krylov.lead(torch.ones(2, dtype=torch.float64))
                     self.krylov.drop(1)
@@ -145,9 +147,9 @@ class Solver:
 
     def step(self) -> None:
         """One product (or one block of them), and what follows from it."""
-        most = self.request.max_products
         self.whole = False
-        if self.products.spent >= most:
+        if self.products.spent >= self.request.search_products:
+            most = self.request.max_products
             self.finish(Outcome.OUT_OF_PRODUCTS, f"the budget of {most} products is exhausted")
         elif self.chain is not None:
             self._certify_step(self.chain)
@@ -204,7 +206,7 @@ class Solver:
             if given > 1:
                 self._settle_start(given)
         spent = self.products.spent
-        out = krylov.size + block > basis or spent >= self.request.max_products
+        out = krylov.size + block > basis or spent >= self.request.search_products
         if out or krylov.multiplied >= self.products.room or spent >= self.next_look:
             krylov.settle()
             require_rounding(self.products, krylov, self.limit, self.request.seed)
@@ -215,14 +217,6 @@ class Solver:
         product = krylov.rows.row(krylov.size)
         self._multiply(krylov.rows.row(krylov.multiplied), product)
         krylov.expand(product, self.products.error)
-        if self.products.deflation is not None:
-            self._deflate_(product)
-
-    def _deflate_(self, row: Tensor) -> None:
-        """Remove what rounding left of the deflated rows; a short remainder had much of it."""
-        self.products.project_out_(row)
-        length = self.products.space.norm(row).to(row.dtype)
-        row /= torch.where(length > 0.0, length, torch.ones_like(length))
 
     def _multiply(self, vectors: Tensor, targets: Tensor) -> None:
         self.whole = True  # until it comes back, a product changes nothing
@@ -231,16 +225,12 @@ class Solver:
 
     def _expand_block(self) -> None:
         krylov = self.krylov
-        b = min(self.request.block, krylov.frontier)
+        left = self.request.search_products - self.products.spent
+        b = min(self.request.block, krylov.frontier, left)
         rows = krylov.rows.rows(krylov.multiplied, krylov.multiplied + b)
         results = torch.zeros_like(rows)
         self._multiply(rows, results)
         krylov.expand_block(results)
-        if self.products.deflation is not None and krylov.frontier:
-            last = krylov.rows.rows(krylov.multiplied)
-            self.products.project_out_(last)
-            for index, row in enumerate(last, krylov.multiplied):
-                krylov.rows.put(index, row)
 
     def _judge(self) -> None:
         """Look at the Ritz pairs; go on, start certifying, or end."""
@@ -423,16 +413,10 @@ class Solver:
             if float(weights[1:].norm()) > 1e-8:
                 krylov.lead(weights)
 
-    def _add(self, vector: Tensor) -> bool:
-        vector = vector.to(self.products.device, copy=True)
-        self.products.project_out_(vector)
-        self.products.project_out_(vector)
-        return self.krylov.add(vector)
-
     def _add_random(self) -> bool:
         """A random frontier row, orthogonal to all others; False if the space is exhausted."""
         if self.krylov.size >= self.products.room:
             return False
         generator = torch.Generator().manual_seed((self.request.seed + 1) * 1_000_003 + self.draws)
         self.draws += 1
-        return self._add(self.products.space.normal(generator, self.products.dtype))
+        return self.krylov.add(self.products.space.normal(generator, self.products.dtype))
