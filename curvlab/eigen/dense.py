@@ -73,6 +73,7 @@ def solve_dense(products: Products, request: Request) -> Eigenpairs:
     values, stored = values[chosen], columns[:, chosen].T.to(products.operator.dtype).contiguous()
     rest = stored.double() @ matrix.T - values[:, None] * stored.double()
     residuals = torch.linalg.vector_norm(rest, dim=1) + (products.eps + products.error) * norm
+    residuals += torch.finfo(torch.float64).eps * float(matrix.norm())  # the sums in rest
     floor = 2.0 * products.error * norm + 16.0 * products.eps * norm
     tol, relative_to = request.tol, request.relative_to
     judged = judge(values, residuals, tol=tol, relative_to=relative_to, norm=norm, floor=floor)

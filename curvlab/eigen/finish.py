@@ -145,13 +145,15 @@ def imprecise(products: Products, late: int, worst: float, loss: float, norm: fl
 
 
 def _true_residual(solver: Solver, vector: Tensor, value: float) -> float:
-    products = solver.products
+    """From a product with the vector itself; what rounding can hide of it is added."""
+    products, norm = solver.products, solver.krylov.norm
     image = torch.empty_like(vector)
     products.into(vector, image)
     length = float(products.space.norm(image.double() - value * vector.double()))
     if not length < float("inf"):
         raise OperatorError("the operator returned NaN or infinity when a result was checked")
-    return length
+    work_eps = float(torch.finfo(products.dtype).eps)
+    return length + products.rounding(norm) + 2.0 * work_eps * max(abs(value), length)
 
 
 def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
@@ -188,7 +190,7 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
         # The operator may leave little of the oldest row, and rounds what it leaves: a change is a
         # share of that.
         known = float(products.space.norm(expected))
-        if known <= 10.0 * krylov.breakdown:
+        if known <= 10.0 * krylov.breakdown(krylov.norm):
             return
         rounded = solver.floor if krylov.restarts else 8.0 * products.eps * known
         difference = max(0.0, difference - rounded) * krylov.norm / known

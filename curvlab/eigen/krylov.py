@@ -8,8 +8,8 @@ and, up to rounding,
 
 where ``S`` are frontier rows that have been set aside for a while: new rows are not made orthogonal
 to them. So a Ritz pair ``(theta, V y)`` of ``T = (H + H') / 2`` has a true residual of at most
-``||((H - T) y, C y)|| + ||D y||``, and exactly that while nothing is set aside: no product and no
-long vector is needed to know it.
+``||(H y - theta y, C y)|| + ||D y||``, and exactly that while nothing is set aside: no product and
+no long vector is needed to know it.
 With one frontier row and one start vector this is Lanczos; with several it is block Lanczos; a
 random row added later starts a second chain. What full orthogonalisation of every product against
 every row measures, ``H`` keeps: ``H - H'`` is not assumed to vanish, it is recorded, and shows an
@@ -19,7 +19,6 @@ steps may leave it out; "orthonormal" then means up to :attr:`Overlaps.spread`.
 """
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from curvlab_kernels.block import orthonormalise_with_
 from torch import Tensor, nn
 
 from curvlab.eigen.overlaps import Overlaps
+from curvlab.eigen.products import Products
 from curvlab.probe import OperatorError
 from curvlab.rows import Rows
 
@@ -37,8 +37,8 @@ class Krylov:
     Args:
         rows: None in use yet, in one piece of memory that the operator's device computes on: a row
             is filled where it stands.
-        eps: Of the operator's dtype.
-        deflate_: Removes directions to leave out from vectors in place; ``None`` if there are none.
+        products: Whose they are: rows are orthogonal to what it deflates, and no more than its
+            room.
 
     Attributes:
         rows: The first ``m`` are ``V``, then come ``f`` rows ``R``.
@@ -50,12 +50,9 @@ class Krylov:
         overlaps: What is known of the rows' overlaps; its ``budget`` says whether to allow any.
     """
 
-    def __init__(
-        self, rows: Rows, eps: float, deflate_: Callable[[Tensor], object] | None = None
-    ) -> None:
+    def __init__(self, rows: Rows, products: Products) -> None:
         self.rows = rows
-        self.eps = eps
-        self.deflate_ = deflate_
+        self.products = products
         capacity = rows.capacity
         self.coupling = torch.zeros(capacity, capacity, dtype=torch.float64)
         self.aside = rows.rows()
@@ -90,14 +87,9 @@ class Krylov:
         """Products whose coefficients are still on the device."""
         return len(self._pending)
 
-    @property
-    def breakdown(self) -> float:
-        """A product's remainder at or below this norm is rounding, not a direction."""
-        return self.breakdown_of(self.norm) if self.norm > 0.0 else math.inf
-
-    def breakdown_of(self, length: float) -> float:
+    def breakdown(self, length: float) -> float:
         """What rounding leaves of a vector of this norm when it is orthogonalised."""
-        return self.eps * max(8.0, math.sqrt(self.size)) * length
+        return self.products.eps * max(8.0, math.sqrt(self.size)) * length
 
     @property
     def asymmetry(self) -> float:
@@ -130,8 +122,7 @@ class Krylov:
         """
         target = self.rows.row(self.size)
         target.copy_(vector)
-        if self.deflate_ is not None:
-            self.deflate_(target)
+        self.products.project_out_(target)
         length = float(self.rows.orthonormalise_(target)[1])
         if not math.isfinite(length):
             raise ValueError("a start vector holds NaN or infinity")
@@ -195,8 +186,8 @@ class Krylov:
 
     def _deflate_new_(self, row: Tensor) -> None:
         """Remove what rounding left of the deflated rows; a short remainder had much of it."""
-        if self.deflate_ is not None:
-            self.deflate_(row)
+        if self.products.deflation is not None:
+            self.products.project_out_(row)
             length = self.rows.space.norm(row).to(row.dtype)
             row /= torch.where(length > 0.0, length, torch.ones_like(length))
 
@@ -230,7 +221,8 @@ class Krylov:
         if not bool(torch.isfinite(self.rows.space.norm(products)).all()):
             raise OperatorError(_NOT_FINITE)
         new = products.clone()
-        for vector in new[self._orthonormalise_block_(new)]:
+        # A direction more than the space has is rounding, whatever its length.
+        for vector in new[self._orthonormalise_block_(new)][: self.products.room - self.size]:
             self.rows.row(self.size).copy_(vector)
             self.rows.admit()
         columns = self.rows.coefficients(products).cpu().numpy()
@@ -240,12 +232,12 @@ class Krylov:
         self._unchain()
 
     def _orthonormalise_block_(self, block: Tensor) -> Tensor:
-        rows, deflate_ = self.rows, self.deflate_
-        if deflate_ is None:
+        rows, products = self.rows, self.products
+        if products.deflation is None:
             return rows.orthonormalise_block_(block)
 
         def remove_both_(vectors: Tensor) -> None:
-            deflate_(vectors)
+            products.project_out_(vectors)
             rows.project_out_(vectors)
 
         total = rows.space.total if rows.space.sharded else None
@@ -259,24 +251,13 @@ class Krylov:
         columns = torch.cat([part.reshape(-1) for _, _, *both in pending for part in both]).cpu()
         lengths = [len(coefficients) + 1 for _, _, coefficients, _ in pending]
         for (j, comparable, *_), column in zip(pending, torch.split(columns, lengths), strict=True):
-            if not self._take(j, column.numpy(), comparable):
+            self._record(j, column.numpy(), comparable)
+            # A remainder of this length is rounding, not a direction: rows from it are forgotten.
+            if not self.norm or column[-1] <= self.breakdown(self.norm):
+                self.multiplied = j + 1
+                self._unchain()
+                self.drop(len(column) - 1)
                 return
-
-    def _take(self, j: int, column: np.ndarray, comparable: int) -> bool:
-        """Record a product's coefficients and the length that they left, the last of ``column``.
-
-        Returns:
-            False if there was nothing left: the rows from there on are forgotten.
-        """
-        self._record(j, column, comparable)
-        if column[-1] > self.breakdown:
-            return True
-        size = len(column) - 1
-        self.multiplied = j + 1
-        self._unchain()
-        self.rows.truncate(size)
-        self.coupling[size, : self.multiplied] = 0.0
-        return False
 
     def _unchain(self) -> None:
         """The next row to be multiplied does not come from the one before it."""
@@ -362,15 +343,18 @@ class Krylov:
         h = self.coupling[: self.multiplied, : self.multiplied]
         return (h + h.T) / 2
 
-    def residuals(self, mixing: Tensor) -> Tensor:
+    def residuals(self, mixing: Tensor, values: Tensor) -> Tensor:
         """Residual norms ``(p,)`` of the Ritz pairs with columns ``mixing`` ``(m, p)``."""
         m = self.multiplied
-        h = self.coupling[:m, :m]
-        inside = ((h - h.T) / 2 @ mixing).square().sum(0)
+        inside = self._inside(mixing, values).square().sum(0)
         outside = (self.coupling[m : self.size, :m] @ mixing).square().sum(0)
         gone = (self.aside_coupling[:, :m] @ mixing).square().sum(0)
         spread = self.overlaps.spread  # rows that are not quite orthonormal mislead by so much
         return ((inside + outside).sqrt() + gone.sqrt()) * ((1.0 + spread) / (1.0 - spread))
+
+    def _inside(self, mixing: Tensor, values: Tensor) -> Tensor:
+        """``H Y - Y values``: the asymmetry of ``H``, and the rounding of its eigenpairs."""
+        return self.coupling[: len(mixing), : len(mixing)] @ mixing - mixing * values
 
     def compress(self, mixing: Tensor, values: Tensor) -> None:
         """Thick restart: keep the Ritz vectors ``V y`` with columns ``y`` of ``mixing`` ``(m, p)``.
@@ -380,10 +364,10 @@ class Krylov:
             values: Their Ritz values ``(p,)``.
         """
         m, p, f = self.multiplied, mixing.shape[1], self.frontier
-        h, remainder = self.coupling[:m, :m], self.coupling[m : m + f, :m]
+        remainder = self.coupling[m : m + f, :m]
         if p:
-            skew = (h - h.T) / 2 @ mixing
-            self.lost = math.hypot(self.lost, math.sqrt(float(skew.square().sum(0).max())))
+            inside = self._inside(mixing, values).square().sum(0)
+            self.lost = math.hypot(self.lost, math.sqrt(float(inside.max())))
         self.rows.mix(mixing)
         coupling = torch.zeros_like(self.coupling)
         coupling[:p, :p] = torch.diag(values)

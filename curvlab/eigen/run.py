@@ -37,7 +37,11 @@ def run(
     began = time.perf_counter()
     resumes = keeping is not None and products.space.exists(keeping.path)
     # before the certificate says in which unit products are
-    whose = _identity(products, asked, start) if keeping is not None else {}
+    whose: dict[str, Any] = {}
+    if keeping is not None:
+        whose = {**asked.identity(), **identity(products)}
+        whose["deflated"] = products.n - products.room
+        whose["start digest"] = products.space.digest(start)
     certificate = None if resumes else products.probe(asked.seed)
     solver = Solver(products, asked, certificate)
     if keeping is not None and resumes:
@@ -89,7 +93,8 @@ def iterate(
                     save()
                     saved = solver.products.spent
                 solver.step()
-                line.update(solver.products.count, solver.found, solver.request.k, solver.stage)
+                stage = "searching" if solver.chain is None else "looking for hidden copies"
+                line.update(solver.products.count, solver.found, solver.request.k, stage)
             found = result()
     except KeyboardInterrupt as error:
         if space.shared:  # other ranks may be a product further: what they all saved is what counts
@@ -105,13 +110,3 @@ def iterate(
     finally:
         line.close()
     return found
-
-
-def _identity(products: Products, asked: Request, start: Tensor | None) -> dict[str, Any]:
-    """What must agree for a checkpoint to belong to this solve."""
-    return {
-        **asked.identity(),
-        **identity(products),
-        "deflated": products.n - products.room,
-        "start digest": products.space.digest(start),
-    }

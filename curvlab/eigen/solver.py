@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlab.eigen.hidden import Chain, emerging, known_values
+from curvlab.eigen.hidden import Chain, emerging
 from curvlab.eigen.krylov import Krylov, reflection
 from curvlab.eigen.noise import require_rounding
 from curvlab.eigen.outcome import Outcome
@@ -52,8 +52,7 @@ class Solver:
         self.products = products
         self.request = request
         self.certificate = certificate
-        deflate_ = None if products.deflation is None else products.project_out_
-        self.krylov = Krylov(working_rows(request.quota, products), products.eps, deflate_)
+        self.krylov = Krylov(working_rows(request.quota, products), products)
         self.draws = 0
         self.chain: Chain | None = None
         self.doubt = 1.0
@@ -68,11 +67,6 @@ class Solver:
         self.next_look = 0  # products at which the Ritz pairs are looked at again
 
     @property
-    def stage(self) -> str:
-        """What the next product is for."""
-        return "searching" if self.chain is None else "looking for hidden copies"
-
-    @property
     def limit(self) -> float:
         """Relative error of a product that needs no explanation by measured rounding."""
         usual = usual_limit(self.products.operator.dtype, self.products.n)
@@ -85,7 +79,7 @@ class Solver:
         work_eps = float(torch.finfo(self.products.dtype).eps)
         turns = 1.0 + krylov.restarts + self.finds  # each rewrites the rows, with its rounding
         rounding = 6.0 * work_eps * krylov.norm * math.sqrt(turns)
-        measured = max(krylov.noise, self.products.error * krylov.norm)
+        measured = max(krylov.noise, self.products.rounding(krylov.norm))
         return rounding + 2.0 * measured + krylov.lost
 
     @property
@@ -174,7 +168,7 @@ class Solver:
         values, mixing = torch.linalg.eigh(self.krylov.projected())
         positions = order(values, self.request.k, self.request.which)
         values, mixing = values[positions], mixing[:, positions]
-        return Ritz(values, mixing, self.krylov.residuals(mixing))
+        return Ritz(values, mixing, self.krylov.residuals(mixing, values))
 
     def allowed(self, values: Tensor) -> Tensor:
         """Residual from the decomposition with which a pair counts as found, ``(k,)``.
@@ -197,14 +191,12 @@ class Solver:
             free = min(basis - krylov.frontier - block, krylov.multiplied)
             self._compress(min(max(k + 1, k + (basis - k) // 2), free))
             krylov.overlaps.budget = 0.0
-        if block > 1:
-            self._expand_block()
-        else:
+        if block == 1:
             self._turn_frontier()
-            given = krylov.frontier if krylov.multiplied == 0 else 1
-            self._expand()
-            if given > 1:
-                self._settle_start(given)
+        given = krylov.frontier if krylov.multiplied == 0 and block == 1 else 1
+        self._expand()
+        if given > 1:
+            self._settle_start(given)
         spent = self.products.spent
         out = krylov.size + block > basis or spent >= self.request.search_products
         if out or krylov.multiplied >= self.products.room or spent >= self.next_look:
@@ -213,24 +205,22 @@ class Solver:
             self._judge()
 
     def _expand(self) -> None:
-        krylov = self.krylov
-        product = krylov.rows.row(krylov.size)
-        self._multiply(krylov.rows.row(krylov.multiplied), product)
-        krylov.expand(product, self.products.error)
-
-    def _multiply(self, vectors: Tensor, targets: Tensor) -> None:
+        """Multiply the next frontier row, or a block of them, and take up what comes back."""
+        krylov, rows = self.krylov, self.krylov.rows
+        first, single = krylov.multiplied, self.request.block == 1 or self.chain is not None
+        if single:
+            vectors, images = rows.row(first), rows.row(krylov.size)
+        else:
+            left = self.request.search_products - self.products.spent
+            vectors = rows.rows(first, first + min(self.request.block, krylov.frontier, left))
+            images = torch.zeros_like(vectors)
         self.whole = True  # until it comes back, a product changes nothing
-        self.products.into(vectors, targets)
+        self.products.into(vectors, images)
         self.whole = False
-
-    def _expand_block(self) -> None:
-        krylov = self.krylov
-        left = self.request.search_products - self.products.spent
-        b = min(self.request.block, krylov.frontier, left)
-        rows = krylov.rows.rows(krylov.multiplied, krylov.multiplied + b)
-        results = torch.zeros_like(rows)
-        self._multiply(rows, results)
-        krylov.expand_block(results)
+        if single:
+            krylov.expand(images, self.products.error)
+        else:
+            krylov.expand_block(images)
 
     def _judge(self) -> None:
         """Look at the Ritz pairs; go on, start certifying, or end."""
@@ -317,9 +307,10 @@ class Solver:
             ritz = self.ritz()
         if self._add_random():
             ends = self._edges(ritz)
-            allowances = 2.0 * ritz.residuals + self.floor
-            known = known_values(ritz.values, allowances, ends)
-            self.chain = Chain(krylov.multiplied, ends, known)
+            known = list(
+                zip(ritz.values.tolist(), (2.0 * ritz.residuals + self.floor).tolist(), strict=True)
+            )
+            self.chain = Chain.begin(krylov.multiplied, ends, known)
         else:
             self.exhausted = True
             self._judge()
@@ -342,7 +333,7 @@ class Solver:
             # A chain that closes shows all that its start vector meets, as far as rounding lets.
             closes = j + 1 == krylov.multiplied and not going
             chain.betas.append(
-                krylov.breakdown_of(float(column.norm())) if closes else float(column[j + 1])
+                krylov.breakdown(float(column.norm())) if closes else float(column[j + 1])
             )
         doubt = self.doubt * chain.doubt(self.products.room)
         ends = doubt <= self.request.certify.doubt or not going or out
