@@ -190,6 +190,21 @@ def test_a_small_basis_restarts_and_stays_right(rows):
     assert pairs.orthogonality < 1e-14
 
 
+@pytest.mark.parametrize("tol", [1e-2, 1e-3])
+@pytest.mark.parametrize("name", ["ladder", "pairs", "semicircle"])
+def test_in_a_bulk_every_place_holds_its_eigenvalue_within_its_tolerance(name, tol):
+    """At 1e-2 a tolerance spans several neighbours: which vectors are found is open there."""
+    places = np.linspace(0, 1, 400)
+    values = {"ladder": places, "pairs": np.repeat(places[::2], 2)}.get(name)
+    values = np.sin(np.pi * (places - 0.5)) if values is None else values
+    for seed, dtype in ((0, torch.float64), (1, torch.float32)):
+        operator = Diagonal(values, dtype)
+        pairs = lanczos(operator, 40, tol=tol, seed=seed, which="LA")
+        off = (pairs.values - truth(operator.values, 40, "LA")).abs()
+        assert pairs.converged.all()
+        assert not pairs.complete or (off <= pairs.tolerances + pairs.floor).all()
+
+
 def test_looking_at_the_coefficients_rarely_gives_the_same_pairs():
     values = SPECTRA["Hessian with copies"]
     often = lanczos(Diagonal(values), 6, tol=1e-6, dense=False)

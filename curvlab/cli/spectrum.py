@@ -24,8 +24,8 @@ from curvlab.eigen import (
     spectral_density,
 )
 from curvlab.eigen import trace as estimate_trace
-from curvlab.eigen.checkpoint import previous
 from curvlab.operators import Curvature
+from curvlab.rows.space import previous
 from curvlab.storage import StorageError, read_manifest
 
 Result = TypeVar("Result")

@@ -20,7 +20,6 @@ on until there is none. That is a criterion, not a proof: the frontier's own pro
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from torch import Tensor
 
@@ -43,12 +42,6 @@ class Chain:
     known: list[list[tuple[float, float]]]
     alphas: list[float] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
-
-    @classmethod
-    def begin(cls, first: int, edges: list[Edge], pairs: list[tuple[float, float]]) -> Self:
-        """A chain with nothing seen yet; ``pairs`` are all Ritz values and their allowances."""
-        known = [sorted(pairs, key=lambda one: one[0], reverse=e.side > 0) for e in edges]
-        return cls(first, edges, known)
 
     def __len__(self) -> int:
         return len(self.alphas)

@@ -79,10 +79,6 @@ class Krylov:
         return self.rows.size - self.multiplied
 
     @property
-    def capacity(self) -> int:
-        return self.rows.capacity
-
-    @property
     def unsettled(self) -> int:
         """Products whose coefficients are still on the device."""
         return len(self._pending)
@@ -207,7 +203,7 @@ class Krylov:
         rounded = float(torch.finfo(rows.dtype).eps) * float(column[-3:].norm())
         noise = (rounded + error * self.norm) / math.sqrt(rows.n)
         expected = overlaps.advance(known, max(noise, self.asymmetry))
-        if overlaps.excessive(known, expected, self.capacity):
+        if overlaps.excessive(known, expected, self.rows.capacity):
             found = rows.project_out_(product)
             coefficients += beta * found
             left = rows.space.norm(product)
@@ -296,7 +292,7 @@ class Krylov:
     def set_aside(self) -> None:
         """Take the frontier out of the basis: new rows need not be orthogonal to it."""
         m, size = self.multiplied, self.size
-        remainder = torch.zeros(self.frontier, self.capacity, dtype=torch.float64)
+        remainder = torch.zeros(self.frontier, self.rows.capacity, dtype=torch.float64)
         remainder[:, :m] = self.coupling[m:size, :m]
         self.aside = torch.cat([self.aside, self.rows.rows(m, size)])
         self.aside_coupling = torch.cat([self.aside_coupling, remainder])
@@ -323,7 +319,7 @@ class Krylov:
 
     def grow(self, capacity: int) -> None:
         """Make room for so many rows; nothing else changes."""
-        more = capacity - self.capacity
+        more = capacity - self.rows.capacity
         if more <= 0:
             return
         self.rows.reserve(capacity)
@@ -343,11 +339,15 @@ class Krylov:
         h = self.coupling[: self.multiplied, : self.multiplied]
         return (h + h.T) / 2
 
+    def remainder(self, mixing: Tensor) -> Tensor:
+        """``C Y``, shape ``(f, p)``: what products with ``V Y`` have on the frontier."""
+        return self.coupling[self.multiplied : self.size, : self.multiplied] @ mixing
+
     def residuals(self, mixing: Tensor, values: Tensor) -> Tensor:
         """Residual norms ``(p,)`` of the Ritz pairs with columns ``mixing`` ``(m, p)``."""
         m = self.multiplied
         inside = self._inside(mixing, values).square().sum(0)
-        outside = (self.coupling[m : self.size, :m] @ mixing).square().sum(0)
+        outside = self.remainder(mixing).square().sum(0)
         gone = (self.aside_coupling[:, :m] @ mixing).square().sum(0)
         spread = self.overlaps.spread  # rows that are not quite orthonormal mislead by so much
         return ((inside + outside).sqrt() + gone.sqrt()) * ((1.0 + spread) / (1.0 - spread))

@@ -97,20 +97,14 @@ class Request:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to belong to this solve."""
+        plain = ("k", "which", "tol", "relative_to", "seed", "block", "stride", "partial")
         return {
-            "k": self.k,
-            "which": self.which,
-            "tol": self.tol,
-            "relative_to": self.relative_to,
-            "seed": self.seed,
+            **{name: getattr(self, name) for name in plain},
             "copies": self.certify.copies,
             "doubt": self.certify.doubt,
             "certify products": self.certify.products,
             "rows": self.quota.search,
             "reserve": self.quota.reserve,
-            "block": self.block,
-            "stride": self.stride,
-            "partial": self.partial,
         }
 
 

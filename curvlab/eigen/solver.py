@@ -8,35 +8,22 @@ state is the basis and a few numbers, so that it can be saved between any two st
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from curvlab.eigen.hidden import Chain, emerging
+from curvlab.eigen.hidden import Chain
 from curvlab.eigen.krylov import Krylov, reflection
 from curvlab.eigen.noise import require_rounding
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import Request
-from curvlab.eigen.result import tolerances
+from curvlab.eigen.ritz import Bounds, Ritz
 from curvlab.eigen.room import working_rows
-from curvlab.eigen.selection import Edge, edges, order
 from curvlab.probe import Certificate, usual_limit
 
-NEAR = 8.0  # times tol that given rows may be off for Rayleigh-Ritz on them: trained MLPs
-FULL = 8  # rows that are orthogonal to all others in any case: they show what noise there is
-SHARE = 1 / 16  # of a tolerance that rows' overlaps may take: it enters :meth:`allowed` four times
+NEAR = 4.0  # times tol that given rows may be off for Rayleigh-Ritz on them: then never above cold
 FASTEST = 4.0  # by which a product may bring the worst residual down; networks' Hessians show 2.5
-
-
-@dataclass(frozen=True, slots=True)
-class Ritz:
-    """Ritz pairs ``(values[i], V mixing[:, i])`` of the wanted kind, best first, and the rest."""
-
-    values: Tensor
-    mixing: Tensor
-    residuals: Tensor
 
 
 class Solver:
@@ -73,19 +60,19 @@ class Solver:
         return usual if self.certificate is None else max(usual, self.certificate.limit)
 
     @property
-    def loss(self) -> float:
-        """How far a residual known from the decomposition can be below the true one."""
-        krylov = self.krylov
+    def bounds(self) -> Bounds:
+        """What can be told apart after the products so far."""
+        krylov, norm = self.krylov, self.krylov.norm
         work_eps = float(torch.finfo(self.products.dtype).eps)
         turns = 1.0 + krylov.restarts + self.finds  # each rewrites the rows, with its rounding
-        rounding = 6.0 * work_eps * krylov.norm * math.sqrt(turns)
-        measured = max(krylov.noise, self.products.rounding(krylov.norm))
-        return rounding + 2.0 * measured + krylov.lost
+        rounding = 6.0 * work_eps * norm * math.sqrt(turns)
+        measured = max(krylov.noise, self.products.rounding(norm))
+        loss = rounding + 2.0 * measured + krylov.lost
+        return Bounds(norm, loss, 2.0 * loss + 16.0 * self.products.eps * norm)
 
-    @property
-    def floor(self) -> float:
-        """What the operator's precision cannot tell from zero."""
-        return 2.0 * self.loss + 16.0 * self.products.eps * self.krylov.norm
+    def ritz(self) -> Ritz:
+        """The Ritz pairs as they are now."""
+        return Ritz.of(self.krylov, self.request)
 
     def start(self, vectors: Tensor | None) -> None:
         """Begin from given rows ``(b, width)``, or from random ones.
@@ -163,23 +150,6 @@ class Solver:
         self.krylov.settle()
         self.outcome, self.reason = outcome, reason
 
-    def ritz(self) -> Ritz:
-        """All Ritz pairs, the wanted first in their order, with their residuals."""
-        values, mixing = torch.linalg.eigh(self.krylov.projected())
-        positions = order(values, self.request.k, self.request.which)
-        values, mixing = values[positions], mixing[:, positions]
-        return Ritz(values, mixing, self.krylov.residuals(mixing, values))
-
-    def allowed(self, values: Tensor) -> Tensor:
-        """Residual from the decomposition with which a pair counts as found, ``(k,)``.
-
-        Below ``floor`` further products change nothing, so the search does not insist on it.
-        """
-        request = self.request
-        asked = tolerances(values, request.tol, request.relative_to, self.krylov.norm)
-        # Some more than the loss known so far: a check at the end may find it larger.
-        return torch.maximum(asked - 4.0 * self.loss, torch.full_like(asked, self.floor / 4.0))
-
     def _search_step(self) -> None:
         krylov = self.krylov
         if krylov.frontier == 0 and not self._add_random():
@@ -232,7 +202,7 @@ class Solver:
             return
         ritz = self.ritz()
         krylov.norm = max(krylov.norm, float(ritz.values.abs().max()))
-        residuals, allowed = ritz.residuals[: request.k], self.allowed(ritz.values[: request.k])
+        residuals, allowed = ritz.residuals[: request.k], ritz.allowed(self.bounds)
         found = residuals <= allowed
         self.found = int(found.sum())
         late = residuals[~found] / allowed[~found]  # in units of what is allowed
@@ -240,7 +210,7 @@ class Solver:
         # An eigenproblem a step would cost as much as a cheap product.
         wait = math.ceil(math.log(min(worst, 1e30)) / math.log(FASTEST)) if worst > 1.0 else 1
         self.next_look = self.products.spent + max(request.stride, krylov.multiplied // 64, wait)
-        krylov.overlaps.budget = self._budget(ritz.values[: request.k])
+        krylov.overlaps.budget = ritz.overlaps_budget(krylov, self.bounds)
         if self.exhausted or krylov.multiplied >= self.products.room:
             self.doubt = 0.0
             self.finish(Outcome.CONVERGED, "converged: the basis spans the whole space")
@@ -251,66 +221,25 @@ class Solver:
         else:
             if self.converged_at is None:
                 self.converged_at = self.products.spent
-            if self._emerging(ritz) is None:
+            if ritz.emerging(krylov, self.bounds, self.finds) is None:
                 self._begin_chain(ritz)
             elif self._out_of_patience():
                 self._give_up()
-
-    def _budget(self, values: Tensor) -> float:
-        """What a step may remove late from a row (:mod:`curvlab.eigen.overlaps`); 0: nothing.
-
-        Ritz values move outwards. Those on their own side of zero grow, and what they allow now
-        they allow later; of the others nothing is known yet. After a restart the rows are pairs
-        that have converged, and overlaps with those grow too fast.
-        """
-        request, krylov = self.request, self.krylov
-        if not request.partial or krylov.multiplied < FULL or krylov.restarts:
-            return 0.0
-        outwards = {"LM": values.abs(), "LA": values, "SA": -values}.get(request.which)
-        if outwards is None:  # both ends, the upper half first
-            outwards = values.clone()
-            outwards[(request.k + 1) // 2 :] *= -1.0
-        if request.relative_to == "value" and bool((outwards <= 0.0).any()):
-            return 0.0
-        asked = tolerances(values, request.tol, request.relative_to, krylov.norm)
-        return SHARE * float(asked.min())
-
-    def _edges(self, ritz: Ritz) -> list[Edge]:
-        krylov, k = self.krylov, self.request.k
-        values = ritz.values[:k]
-        slack = torch.maximum(
-            tolerances(values, self.request.tol, self.request.relative_to, krylov.norm),
-            (ritz.residuals[:k] + self.loss).clamp_min(self.floor),
-        )
-        return edges(values, slack, self.request.which, floor=self.floor, norm=krylov.norm)
-
-    def _emerging(self, ritz: Ritz) -> Tensor | None:
-        """Columns of unwanted Ritz vectors that may still become wanted, or ``None``."""
-        krylov, k = self.krylov, self.request.k
-        mixing = ritz.mixing[:, k:]
-        if mixing.shape[1] == 0 or krylov.frontier == 0:
-            return None
-        remainder = krylov.coupling[krylov.multiplied : krylov.size, : krylov.multiplied] @ mixing
-        # A chain that found something was left with other copies just emerging from it.
-        share = 0.5 if self.finds == 0 else 0.2
-        found = emerging(ritz.values[k:], remainder, self._edges(ritz), share)
-        return None if found is None else mixing[:, found]
 
     def _begin_chain(self, ritz: Ritz) -> None:
         """Set the frontier aside and start a chain from a random row orthogonal to what is left."""
         krylov, k = self.krylov, self.request.k
         krylov.set_aside()
         krylov.overlaps.budget = 0.0  # a chain is orthogonal to everything: hidden copies are, too
-        most = krylov.capacity - self.request.quota.reserve - len(krylov.aside)
+        most = krylov.rows.capacity - self.request.quota.reserve - len(krylov.aside)
         if krylov.multiplied > most:
             self._compress(max(k, most))
             ritz = self.ritz()
         if self._add_random():
-            ends = self._edges(ritz)
-            known = list(
-                zip(ritz.values.tolist(), (2.0 * ritz.residuals + self.floor).tolist(), strict=True)
-            )
-            self.chain = Chain.begin(krylov.multiplied, ends, known)
+            ends, allowances = ritz.edges(self.bounds), 2.0 * ritz.residuals + self.bounds.floor
+            pairs = sorted(zip(ritz.values.tolist(), allowances.tolist(), strict=True))
+            known = [pairs[::-1] if end.side > 0 else pairs for end in ends]
+            self.chain = Chain(krylov.multiplied, ends, known)
         else:
             self.exhausted = True
             self._judge()
@@ -319,7 +248,7 @@ class Solver:
         krylov = self.krylov
         if krylov.frontier:  # else a checkpoint was written just when the chain had closed
             self._expand()
-        full = krylov.size + len(krylov.aside) + 1 >= krylov.capacity
+        full = krylov.size + len(krylov.aside) + 1 >= krylov.rows.capacity
         out = full or self._out_of_patience()
         if 0 < krylov.unsettled < self.request.stride and not out:
             return
@@ -393,11 +322,11 @@ class Solver:
             return
         krylov.settle()
         ritz = self.ritz()
-        allowed = self.allowed(ritz.values[:k])
+        allowed = ritz.allowed(self.bounds)
         late = ritz.residuals[:k] > allowed
-        emerging = None if bool(late.any()) else self._emerging(ritz)
+        emerging = None if bool(late.any()) else ritz.emerging(krylov, self.bounds, self.finds)
         columns = ritz.mixing[:, :k][:, late] / allowed[late] if emerging is None else emerging
-        remainder = krylov.coupling[krylov.multiplied : krylov.size, : krylov.multiplied] @ columns
+        remainder = krylov.remainder(columns)
         if float(remainder.abs().sum()) > 0.0:
             weights = torch.linalg.svd(remainder, full_matrices=False).U[:, 0]
             # A solve that was interrupted in its product has it there already.
