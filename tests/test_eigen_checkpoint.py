@@ -19,9 +19,9 @@ from curvlab.eigen import (
     lanczos,
     spectral_energy,
 )
-from curvlab.eigen.checkpoint import previous
 from curvlab.eigen.progress import Progress
 from curvlab.operators import Hessian
+from curvlab.rows.space import previous
 from curvlab.storage import StorageError
 
 COPIES = [6.0, 4.0, 4.0, -3.0, 2.0]  # the copy makes the solve look twice for hidden ones

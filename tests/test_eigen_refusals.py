@@ -1,5 +1,7 @@
 """Operators and arguments that no solver may accept, and the awkward ones that it must."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -324,3 +326,18 @@ def test_a_start_that_the_operator_takes_to_zero_is_no_sign_of_drift():
         start[-1] = 1.0
         operator = FromFunction(lambda vector: values * vector, n)
         assert lanczos(operator, 5, v0=start, progress=False).complete
+
+
+@pytest.mark.parametrize("certify", [True, False, Certify(explicit=True)])
+@pytest.mark.parametrize("solver", [lanczos, partial(block_lanczos, block=3)])
+def test_no_more_products_are_made_than_are_allowed(solver, certify):
+    values = torch.linspace(0, 1, 500, dtype=torch.float64) ** 3
+    operator = FromFunction(lambda v: v * values, 500, dtype=torch.float64)
+    for most in (20, 33, 70):
+        pairs = solver(operator, 4, tol=1e-9, max_products=most, certify=certify)
+        assert pairs.matvecs <= most
+        assert not pairs.complete
+        true = (pairs.vectors * values - pairs.values[:, None] * pairs.vectors).norm(dim=1)
+        assert bool((true <= pairs.residuals).all())
+    with pytest.raises(ValueError, match="leaves none for the search"):
+        solver(operator, 4, max_products=4, certify=Certify(explicit=True))

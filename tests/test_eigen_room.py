@@ -1,11 +1,13 @@
 """What a solve may take is what it takes: rows, bytes, a file; or it is refused beforehand."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from curvlab.eigen import Room, block_lanczos, lanczos
 from curvlab.eigen.products import Products
-from curvlab.eigen.request import request
+from curvlab.eigen.request import check_start, request
 from curvlab.eigen.room import solve_bytes
 from curvlab.eigen.solver import Solver
 from curvlab.operators import FromFunction
@@ -31,7 +33,7 @@ def test_rows_are_all_rows_certification_included(rows, certify):
     while solver.outcome is None:
         solver.step()
         most = max(most, solver.krylov.size + len(solver.krylov.aside))
-    assert solver.krylov.capacity <= rows
+    assert solver.krylov.rows.capacity <= rows
     assert most <= rows
     wanted = torch.tensor([9.0, 7.0, 7.0, -6.0] if certify else [9.0]).double()
     found = lanczos(diagonal(), 4, room=Room(rows=rows), certify=certify)
@@ -125,3 +127,31 @@ def test_a_small_space_costs_hardly_more_products_than_it_has_directions(n, k):
     assert bool(pairs.converged.all())
     assert pairs.matvecs <= n + 4 + 24
     assert torch.allclose(pairs.values, values.flip(0)[:k], rtol=1e-8)
+
+
+@pytest.mark.parametrize("certify", [True, False])
+def test_rows_that_hold_a_tiny_space_are_enough_for_it(certify):
+    for n in range(1, 8):
+        values = torch.arange(1, n + 1).double().square().clamp_min(5)  # with copies
+        for k in range(1, n + 1):
+            for solver in (partial(lanczos, dense=False), partial(block_lanczos, block=2)):
+                if solver.func is block_lanczos and n < 2:
+                    continue
+                room = Room(rows=n + (3 if solver.func is lanczos else 4))
+                pairs = solver(diagonal(values), k, room=room, certify=certify)
+                assert pairs.converged.all()
+                assert pairs.complete or not certify
+                if certify:
+                    assert torch.allclose(pairs.values, values.flip(0)[:k])
+
+
+def test_a_warm_start_holds_no_copy_of_its_rows():
+    n, k = 1_000_000, 20
+    products = Products(diagonal(torch.linspace(0, 1, n)), None)
+    start = torch.randn(k, n, generator=torch.Generator().manual_seed(0))
+    solver = Solver(products, request(products, k), None)
+    with LiveBytes() as live:
+        solver.start(check_start(start, products))
+    assert solver.krylov.size == k
+    # the vectors in the making, and what a few columns of all rows take in float64
+    assert live.peak <= 4 * start[0].nbytes + 8 * (1 << 20)

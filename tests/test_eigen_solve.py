@@ -1,12 +1,14 @@
 """Linear systems by conjugate gradients: true residuals, indefinite systems, deflation."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from curvlab import GaussNewton, Hessian, NotConvergedError, lanczos, solve
+from curvlab.eigen import block_lanczos
 from curvlab.nets import mlp
 from curvlab.operators import Dense, FromFunction
 from tests.dense_truth import rotated
@@ -139,7 +141,8 @@ def test_an_operator_far_from_one_is_solved_like_one_that_is_not(scale, with_pai
         solve(FromFunction(lambda v: -(far @ v), 40, dtype=torch.float64), b)
 
 
-def test_rows_stay_unit_vectors_when_the_deflated_part_is_removed_from_them():
+@pytest.mark.parametrize("solver", [partial(lanczos, dense=False), block_lanczos])
+def test_rows_stay_orthonormal_when_the_deflated_part_is_removed_from_them(solver):
     # The remainder of a product with the identity is rounding, and much of that is deflated rows.
     generator = torch.Generator().manual_seed(0)
     q = torch.linalg.qr(torch.randn(600, 600, generator=generator, dtype=torch.float64))[0]
@@ -148,6 +151,6 @@ def test_rows_stay_unit_vectors_when_the_deflated_part_is_removed_from_them():
     operator = FromFunction(lambda v: v @ matrix, 600, dtype=torch.float64)
     deflate = q[:, :8].T.contiguous()
     for seed in range(3):
-        pairs = lanczos(operator, 5, dense=False, deflate=deflate, seed=seed, progress=False)
+        pairs = solver(operator, 5, deflate=deflate, seed=seed, progress=False)
         assert torch.allclose(pairs.values, torch.ones(5, dtype=torch.float64))
         assert pairs.orthogonality < 1e-12

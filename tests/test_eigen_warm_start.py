@@ -90,3 +90,18 @@ def test_rows_that_lack_pairs_or_hold_others_cost_no_more_than_nothing(held):
     for pairs in (short, mixed):
         assert pairs.complete
         assert torch.allclose(pairs.values, values[:k], rtol=1e-3)
+
+
+@pytest.mark.parametrize(("moved", "tol"), [(1e-3, 1e-2), (1e-5, 1e-3)])
+def test_rows_of_many_pairs_that_have_all_moved_are_not_multiplied_one_by_one(moved, tol):
+    """Twenty remainders would ask for twenty products more than the rows themselves."""
+    n, k = 3000, 20
+    values = torch.cat([torch.linspace(20, 10, k), torch.linspace(-1, 1, n - k)]).double()
+    operator = FromFunction(lambda v: v * values, n, dtype=torch.float64)
+    assert operator.certificate.passed  # before anything is counted
+    noise = torch.randn(k, n, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    noise *= (moved / (1 - moved)) ** 0.5 / noise.norm(dim=1, keepdim=True)
+    start = torch.linalg.qr((torch.eye(k, n, dtype=torch.float64) + noise).T).Q.T.contiguous()
+    cold, warm = (lanczos(operator, k, tol=tol, v0=v0, certify=False) for v0 in (None, start))
+    assert warm.matvecs <= cold.matvecs
+    assert torch.allclose(warm.values, values[:k], rtol=tol)

@@ -25,8 +25,8 @@ from curvlab.eigen import (
     spectral_density,
     trace as estimate_trace,
 )
-from curvlab.eigen.checkpoint import previous
 from curvlab.operators import Curvature
+from curvlab.rows.space import previous
 
 Result = TypeVar("Result")
 

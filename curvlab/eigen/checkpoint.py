@@ -24,10 +24,7 @@ from curvlab.eigen.selection import Edge
 from curvlab.eigen.solver import Solver
 from curvlab.eigen.work import State
 from curvlab.manifest import COUNT, FINITE, Shape, require_facts, require_tensors
-from curvlab.rows.space import previous
 from curvlab.storage import StorageError
-
-__all__ = ["previous", "read_checkpoint", "restore", "state_of", "write_checkpoint"]
 
 KIND = "lanczos checkpoint"
 _NUMBERS = {
@@ -80,11 +77,7 @@ _FORM = {
 
 
 def write_checkpoint(
-    path: str | Path,
-    solver: Solver,
-    *,
-    asked: dict[str, Any],
-    seconds: float,
+    path: str | Path, solver: Solver, *, asked: dict[str, Any], seconds: float
 ) -> None:
     """Save the state between two steps.
 

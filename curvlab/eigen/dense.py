@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvlab.eigen.noise import rounding
 from curvlab.eigen.outcome import Outcome
-from curvlab.eigen.products import Products
+from curvlab.eigen.products import Products, orthogonality
 from curvlab.eigen.request import Request
 from curvlab.eigen.result import Eigenpairs, canonical_signs_, judge
 from curvlab.eigen.selection import order
@@ -73,6 +73,7 @@ def solve_dense(products: Products, request: Request) -> Eigenpairs:
     values, stored = values[chosen], columns[:, chosen].T.to(products.operator.dtype).contiguous()
     rest = stored.double() @ matrix.T - values[:, None] * stored.double()
     residuals = torch.linalg.vector_norm(rest, dim=1) + (products.eps + products.error) * norm
+    residuals += torch.finfo(torch.float64).eps * float(matrix.norm())  # the sums in rest
     floor = 2.0 * products.error * norm + 16.0 * products.eps * norm
     tol, relative_to = request.tol, request.relative_to
     judged = judge(values, residuals, tol=tol, relative_to=relative_to, norm=norm, floor=floor)
@@ -85,7 +86,7 @@ def solve_dense(products: Products, request: Request) -> Eigenpairs:
         converged=judged.converged,
         complete=good,
         doubt=0.0 if good else 1.0,
-        orthogonality=_orthogonality(stored),
+        orthogonality=orthogonality(stored.double(), products.space),
         norm=norm * products.unit,
         floor=floor * products.unit,
         asymmetry=asymmetry,
@@ -109,11 +110,6 @@ def _rounding(products: Products, limit: float) -> float:
     rows = torch.eye(products.n, dtype=products.dtype, device=products.device)
     products.project_out_(rows)
     return float(rounding(products, rows, limit).abs().max())
-
-
-def _orthogonality(rows: Tensor) -> float:
-    gram = rows.double() @ rows.double().T
-    return float((gram - torch.eye(*gram.shape).to(gram)).abs().max())
 
 
 def _without_deflated(products: Products, matrix: Tensor) -> Tensor:

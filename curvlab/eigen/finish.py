@@ -1,13 +1,13 @@
 """From a finished search to the result: vectors, residuals that can be relied on, the reason.
 
 Residuals come from the decomposition ``A V = V H + R C``, which holds to rounding; the amount by
-which it may not hold is added (:attr:`Solver.loss`: rounding, and the operator error that the
-solve itself has measured). Where that allowance alone decides whether a pair has converged, or
+which it may not hold is added (``Bounds.loss``: rounding, and the operator error that the solve
+itself has measured). Where that allowance alone decides whether a pair has converged, or
 where ``Certify(explicit=True)`` is asked for, the residual is computed from a product with the
 vector itself.
 """
 
-from collections.abc import Callable
+import time
 
 import torch
 from curvlab_kernels.block import gram
@@ -18,16 +18,13 @@ from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products, orthogonality
 from curvlab.eigen.request import Request
 from curvlab.eigen.result import Eigenpairs, Judgement, judge, tolerances
-from curvlab.eigen.solver import Ritz, Solver
+from curvlab.eigen.ritz import Ritz
+from curvlab.eigen.solver import Solver
 from curvlab.probe import RAGGED, OperatorError
 
 
-def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> Eigenpairs:
-    """The result of a solve that has ended.
-
-    Args:
-        seconds: Gives the time spent, when the last product is done.
-    """
+def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
+    """The result of a solve that has ended; it ``began`` then, by :func:`time.perf_counter`."""
     request, products, krylov = solver.request, solver.products, solver.krylov
     k = min(request.k, krylov.multiplied)
     ritz = solver.ritz()
@@ -41,23 +38,19 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
     residuals = ritz.residuals[:k]
     if krylov.overlaps.squares > 0.0:
         vectors, residuals = _orthonormal(solver, ritz, vectors)
-    residuals = residuals + solver.loss
+    residuals = residuals + solver.bounds.loss
     if checks:
         asked = tolerances(values, request.tol, request.relative_to, krylov.norm)
         doubtful = (residuals > asked) & (ritz.residuals[:k] <= asked)
-        doubtful &= values.abs() > solver.floor
+        doubtful &= values.abs() > solver.bounds.floor
         chosen = torch.arange(k) if explicit else doubtful.nonzero().flatten()
-        if explicit or products.spent + len(chosen) <= request.max_products:
+        if products.spent + len(chosen) <= request.max_products:
             for i in chosen.tolist():
                 residuals[i] = _true_residual(solver, vectors[i], float(values[i]))
     stored = vectors.to(products.operator.dtype)
+    tol, relative_to, bounds = request.tol, request.relative_to, solver.bounds
     judged = judge(
-        values,
-        residuals,
-        tol=request.tol,
-        relative_to=request.relative_to,
-        norm=krylov.norm,
-        floor=solver.floor,
+        values, residuals, tol=tol, relative_to=relative_to, norm=bounds.norm, floor=bounds.floor
     )
     outcome, reason = _ending(solver, judged, residuals)
     settled = outcome.converged and bool(judged.converged.all())
@@ -73,18 +66,18 @@ def eigenpairs(solver: Solver, *, seconds: Callable[[], float], method: str) -> 
         complete=settled and solver.doubt <= request.certify.doubt,
         doubt=solver.doubt if settled else 1.0,
         orthogonality=orthogonality(vectors, products.space),
-        norm=krylov.norm * unit,
-        floor=solver.floor * unit,
+        norm=bounds.norm * unit,
+        floor=bounds.floor * unit,
         asymmetry=krylov.noise / krylov.norm if krylov.norm > 0 else 0.0,
         matvecs=products.count,
         restarts=krylov.restarts,
-        seconds=seconds(),
+        seconds=time.perf_counter() - began,
         outcome=outcome,
         reason=reason,
         method=method,
         which=request.which,
-        tol=request.tol,
-        relative_to=request.relative_to,
+        tol=tol,
+        relative_to=relative_to,
         certificate=solver.certificate,
     )
 
@@ -122,7 +115,7 @@ def _ending(solver: Solver, judged: Judgement, residuals: Tensor) -> tuple[Outco
     if outcome.converged and late:
         outcome = Outcome.IMPRECISE
         worst = float(residuals[~judged.converged].max())
-        reason = imprecise(solver.products, late, worst, solver.loss, solver.krylov.norm)
+        reason = imprecise(solver.products, late, worst, solver.bounds.loss, solver.krylov.norm)
     if judged.zeros:
         reason += f" ({judged.zeros} values are zero to the operator's precision)"
     return outcome, reason
@@ -145,13 +138,15 @@ def imprecise(products: Products, late: int, worst: float, loss: float, norm: fl
 
 
 def _true_residual(solver: Solver, vector: Tensor, value: float) -> float:
-    products = solver.products
+    """From a product with the vector itself; what rounding can hide of it is added."""
+    products, norm = solver.products, solver.krylov.norm
     image = torch.empty_like(vector)
     products.into(vector, image)
     length = float(products.space.norm(image.double() - value * vector.double()))
     if not length < float("inf"):
         raise OperatorError("the operator returned NaN or infinity when a result was checked")
-    return length
+    work_eps = float(torch.finfo(products.dtype).eps)
+    return length + products.rounding(norm) + 2.0 * work_eps * max(abs(value), length)
 
 
 def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
@@ -165,11 +160,9 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     """
     products, krylov = solver.products, solver.krylov
     m, size = krylov.multiplied, krylov.size
-    if products.frozen or m == 0:
+    if products.frozen or m == 0 or products.spent >= solver.request.max_products:
         return
     if solver.request.certify.copies:
-        if products.spent >= solver.request.max_products:
-            return
         weights = torch.eye(m, 1, dtype=torch.float64).flatten()
     else:
         generator = torch.Generator().manual_seed(solver.request.seed + 7)
@@ -190,9 +183,9 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
         # The operator may leave little of the oldest row, and rounds what it leaves: a change is a
         # share of that.
         known = float(products.space.norm(expected))
-        if known <= 10.0 * krylov.breakdown:
+        if known <= 10.0 * krylov.breakdown(krylov.norm):
             return
-        rounded = solver.floor if krylov.restarts else 8.0 * products.eps * known
+        rounded = solver.bounds.floor if krylov.restarts else 8.0 * products.eps * known
         difference = max(0.0, difference - rounded) * krylov.norm / known
     allowed = solver.limit * krylov.norm * length
     if not difference <= allowed:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from curvlab.eigen.checkpoint import restore, state_of
-from curvlab.eigen.finish import eigenpairs
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import EVERY, Request, product_budget, request
@@ -60,14 +59,10 @@ class Growing:
         elif not self.resumed:
             self.solver.go_on(self._request(k, certify))
         solver, self.resumed = self.solver, False
-
-        def result() -> Eigenpairs:
-            return eigenpairs(solver, seconds=lambda: time.perf_counter() - began, method="lanczos")
-
         pairs = iterate(
             solver,
             save or (lambda: None),
-            result,
+            began=began,
             every=None if save is None else EVERY,
             progress=self.progress,
             method="lanczos",

@@ -53,7 +53,7 @@ class Chain:
         move. One that is new pushes all further ones by a place.
         """
         for edge, known in zip(self.edges, self.known, strict=True):
-            for i, value in enumerate(_outwards(values, edge.side)):
+            for i, value in enumerate(values.sort(descending=edge.side > 0).values.tolist()):
                 if edge.side * (value - edge.point) <= 0.0:
                     break
                 if i >= len(known) or edge.side * (value - known[i][0]) > known[i][1]:
@@ -68,19 +68,6 @@ class Chain:
         """
         weight = max(1.0 / _square_sum(self.alphas, self.betas, edge.point) for edge in self.edges)
         return math.erf(math.sqrt(weight * n / 2.0))  # P(g^2 < weight n)
-
-
-def known_values(
-    values: Tensor, allowances: Tensor, ends: Sequence[Edge]
-) -> list[list[tuple[float, float]]]:
-    """What :class:`Chain` compares with: Ritz values ``(m,)`` as seen from each edge."""
-    pairs = list(zip(values.tolist(), allowances.tolist(), strict=True))
-    return [sorted(pairs, key=lambda pair: pair[0], reverse=end.side > 0) for end in ends]
-
-
-def _outwards(values: Tensor, side: int) -> list[float]:
-    listed: list[float] = values.sort(descending=side > 0).values.tolist()
-    return listed
 
 
 def emerging(

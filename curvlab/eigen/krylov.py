@@ -8,8 +8,8 @@ and, up to rounding,
 
 where ``S`` are frontier rows that have been set aside for a while: new rows are not made orthogonal
 to them. So a Ritz pair ``(theta, V y)`` of ``T = (H + H') / 2`` has a true residual of at most
-``||((H - T) y, C y)|| + ||D y||``, and exactly that while nothing is set aside: no product and no
-long vector is needed to know it.
+``||(H y - theta y, C y)|| + ||D y||``, and exactly that while nothing is set aside: no product and
+no long vector is needed to know it.
 With one frontier row and one start vector this is Lanczos; with several it is block Lanczos; a
 random row added later starts a second chain. What full orthogonalisation of every product against
 every row measures, ``H`` keeps: ``H - H'`` is not assumed to vanish, it is recorded, and shows an
@@ -22,9 +22,11 @@ import math
 
 import numpy as np
 import torch
+from curvlab_kernels.block import orthonormalise_with_
 from torch import Tensor, nn
 
 from curvlab.eigen.overlaps import Overlaps
+from curvlab.eigen.products import Products
 from curvlab.probe import OperatorError
 from curvlab.rows import Rows
 
@@ -35,7 +37,8 @@ class Krylov:
     Args:
         rows: None in use yet, in one piece of memory that the operator's device computes on: a row
             is filled where it stands.
-        eps: Of the operator's dtype.
+        products: Whose they are: rows are orthogonal to what it deflates, and no more than its
+            room.
 
     Attributes:
         rows: The first ``m`` are ``V``, then come ``f`` rows ``R``.
@@ -47,9 +50,9 @@ class Krylov:
         overlaps: What is known of the rows' overlaps; its ``budget`` says whether to allow any.
     """
 
-    def __init__(self, rows: Rows, eps: float) -> None:
+    def __init__(self, rows: Rows, products: Products) -> None:
         self.rows = rows
-        self.eps = eps
+        self.products = products
         capacity = rows.capacity
         self.coupling = torch.zeros(capacity, capacity, dtype=torch.float64)
         self.aside = rows.rows()
@@ -76,22 +79,13 @@ class Krylov:
         return self.rows.size - self.multiplied
 
     @property
-    def capacity(self) -> int:
-        return self.rows.capacity
-
-    @property
     def unsettled(self) -> int:
         """Products whose coefficients are still on the device."""
         return len(self._pending)
 
-    @property
-    def breakdown(self) -> float:
-        """A product's remainder at or below this norm is rounding, not a direction."""
-        return self.breakdown_of(self.norm) if self.norm > 0.0 else math.inf
-
-    def breakdown_of(self, length: float) -> float:
+    def breakdown(self, length: float) -> float:
         """What rounding leaves of a vector of this norm when it is orthogonalised."""
-        return self.eps * max(8.0, math.sqrt(self.size)) * length
+        return self.products.eps * max(8.0, math.sqrt(self.size)) * length
 
     @property
     def asymmetry(self) -> float:
@@ -124,11 +118,13 @@ class Krylov:
         """
         target = self.rows.row(self.size)
         target.copy_(vector)
+        self.products.project_out_(target)
         length = float(self.rows.orthonormalise_(target)[1])
         if not math.isfinite(length):
             raise ValueError("a start vector holds NaN or infinity")
         if length == 0.0:
             return False
+        self._deflate_new_(target)
         self.coupling[self.size].zero_()
         self.rows.admit()
         self.chained, self.overlaps.clean = False, 1
@@ -142,9 +138,7 @@ class Krylov:
         """
         m, size = self.multiplied, self.size
         turned = reflection(weights)
-        old = self.rows.rows(m, size).double()
-        for index, row in enumerate(turned.to(old.device) @ old, m):
-            self.rows.put(index, row)
+        self.rows.mix(turned, m)
         self.coupling[m:size] = turned @ self.coupling[m:size]
         self._unchain()
 
@@ -179,11 +173,19 @@ class Krylov:
             else:
                 coefficients, length = rows.orthonormalise_(product)
             overlaps.clean += 1
+        self._deflate_new_(product)
         rows.admit()
         self.multiplied, self.chained = j + 1, alone
         self._pending.append((j, comparable, coefficients, length))
         if self._host:
             self.settle()
+
+    def _deflate_new_(self, row: Tensor) -> None:
+        """Remove what rounding left of the deflated rows; a short remainder had much of it."""
+        if self.products.deflation is not None:
+            self.products.project_out_(row)
+            length = self.rows.space.norm(row).to(row.dtype)
+            row /= torch.where(length > 0.0, length, torch.ones_like(length))
 
     def _partial_step(self, product: Tensor, error: float) -> tuple[Tensor, Tensor]:
         """Remove the last two rows; all others too if the overlaps with them may be too large."""
@@ -201,7 +203,7 @@ class Krylov:
         rounded = float(torch.finfo(rows.dtype).eps) * float(column[-3:].norm())
         noise = (rounded + error * self.norm) / math.sqrt(rows.n)
         expected = overlaps.advance(known, max(noise, self.asymmetry))
-        if overlaps.excessive(known, expected, self.capacity):
+        if overlaps.excessive(known, expected, self.rows.capacity):
             found = rows.project_out_(product)
             coefficients += beta * found
             left = rows.space.norm(product)
@@ -215,7 +217,8 @@ class Krylov:
         if not bool(torch.isfinite(self.rows.space.norm(products)).all()):
             raise OperatorError(_NOT_FINITE)
         new = products.clone()
-        for vector in new[self.rows.orthonormalise_block_(new)]:
+        # A direction more than the space has is rounding, whatever its length.
+        for vector in new[self._orthonormalise_block_(new)][: self.products.room - self.size]:
             self.rows.row(self.size).copy_(vector)
             self.rows.admit()
         columns = self.rows.coefficients(products).cpu().numpy()
@@ -223,6 +226,18 @@ class Krylov:
             self._record(self.multiplied + j, column, self.multiplied + j)
         self.multiplied += len(products)
         self._unchain()
+
+    def _orthonormalise_block_(self, block: Tensor) -> Tensor:
+        rows, products = self.rows, self.products
+        if products.deflation is None:
+            return rows.orthonormalise_block_(block)
+
+        def remove_both_(vectors: Tensor) -> None:
+            products.project_out_(vectors)
+            rows.project_out_(vectors)
+
+        total = rows.space.total if rows.space.sharded else None
+        return orthonormalise_with_(remove_both_, block, rows.size, 0.0, total)
 
     def settle(self) -> None:
         """Record the coefficients of the last products, brought to the host in one transfer."""
@@ -232,24 +247,13 @@ class Krylov:
         columns = torch.cat([part.reshape(-1) for _, _, *both in pending for part in both]).cpu()
         lengths = [len(coefficients) + 1 for _, _, coefficients, _ in pending]
         for (j, comparable, *_), column in zip(pending, torch.split(columns, lengths), strict=True):
-            if not self._take(j, column.numpy(), comparable):
+            self._record(j, column.numpy(), comparable)
+            # A remainder of this length is rounding, not a direction: rows from it are forgotten.
+            if not self.norm or column[-1] <= self.breakdown(self.norm):
+                self.multiplied = j + 1
+                self._unchain()
+                self.drop(len(column) - 1)
                 return
-
-    def _take(self, j: int, column: np.ndarray, comparable: int) -> bool:
-        """Record a product's coefficients and the length that they left, the last of ``column``.
-
-        Returns:
-            False if there was nothing left: the rows from there on are forgotten.
-        """
-        self._record(j, column, comparable)
-        if column[-1] > self.breakdown:
-            return True
-        size = len(column) - 1
-        self.multiplied = j + 1
-        self._unchain()
-        self.rows.truncate(size)
-        self.coupling[size, : self.multiplied] = 0.0
-        return False
 
     def _unchain(self) -> None:
         """The next row to be multiplied does not come from the one before it."""
@@ -288,7 +292,7 @@ class Krylov:
     def set_aside(self) -> None:
         """Take the frontier out of the basis: new rows need not be orthogonal to it."""
         m, size = self.multiplied, self.size
-        remainder = torch.zeros(self.frontier, self.capacity, dtype=torch.float64)
+        remainder = torch.zeros(self.frontier, self.rows.capacity, dtype=torch.float64)
         remainder[:, :m] = self.coupling[m:size, :m]
         self.aside = torch.cat([self.aside, self.rows.rows(m, size)])
         self.aside_coupling = torch.cat([self.aside_coupling, remainder])
@@ -315,7 +319,7 @@ class Krylov:
 
     def grow(self, capacity: int) -> None:
         """Make room for so many rows; nothing else changes."""
-        more = capacity - self.capacity
+        more = capacity - self.rows.capacity
         if more <= 0:
             return
         self.rows.reserve(capacity)
@@ -335,15 +339,22 @@ class Krylov:
         h = self.coupling[: self.multiplied, : self.multiplied]
         return (h + h.T) / 2
 
-    def residuals(self, mixing: Tensor) -> Tensor:
+    def remainder(self, mixing: Tensor) -> Tensor:
+        """``C Y``, shape ``(f, p)``: what products with ``V Y`` have on the frontier."""
+        return self.coupling[self.multiplied : self.size, : self.multiplied] @ mixing
+
+    def residuals(self, mixing: Tensor, values: Tensor) -> Tensor:
         """Residual norms ``(p,)`` of the Ritz pairs with columns ``mixing`` ``(m, p)``."""
         m = self.multiplied
-        h = self.coupling[:m, :m]
-        inside = ((h - h.T) / 2 @ mixing).square().sum(0)
-        outside = (self.coupling[m : self.size, :m] @ mixing).square().sum(0)
+        inside = self._inside(mixing, values).square().sum(0)
+        outside = self.remainder(mixing).square().sum(0)
         gone = (self.aside_coupling[:, :m] @ mixing).square().sum(0)
         spread = self.overlaps.spread  # rows that are not quite orthonormal mislead by so much
         return ((inside + outside).sqrt() + gone.sqrt()) * ((1.0 + spread) / (1.0 - spread))
+
+    def _inside(self, mixing: Tensor, values: Tensor) -> Tensor:
+        """``H Y - Y values``: the asymmetry of ``H``, and the rounding of its eigenpairs."""
+        return self.coupling[: len(mixing), : len(mixing)] @ mixing - mixing * values
 
     def compress(self, mixing: Tensor, values: Tensor) -> None:
         """Thick restart: keep the Ritz vectors ``V y`` with columns ``y`` of ``mixing`` ``(m, p)``.
@@ -353,10 +364,10 @@ class Krylov:
             values: Their Ritz values ``(p,)``.
         """
         m, p, f = self.multiplied, mixing.shape[1], self.frontier
-        h, remainder = self.coupling[:m, :m], self.coupling[m : m + f, :m]
+        remainder = self.coupling[m : m + f, :m]
         if p:
-            skew = (h - h.T) / 2 @ mixing
-            self.lost = math.hypot(self.lost, math.sqrt(float(skew.square().sum(0).max())))
+            inside = self._inside(mixing, values).square().sum(0)
+            self.lost = math.hypot(self.lost, math.sqrt(float(inside.max())))
         self.rows.mix(mixing)
         coupling = torch.zeros_like(self.coupling)
         coupling[:p, :p] = torch.diag(values)

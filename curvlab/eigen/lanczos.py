@@ -67,9 +67,9 @@ def lanczos(
         v0: Start from a vector ``(n,)`` or from rows ``(b, n)``, such as earlier eigenvectors: from
             their sum, or where they nearly are eigenvectors still, from all of them.
         seed: Of the random vectors.
-        max_products: Products after which the solve ends, certification included (default
-            ``max(1000, 50 k)``, and not more than ``n``); those of ``Certify(explicit=True)``, one
-            for each pair, come on top.
+        max_products: Products after which the solve ends, all checks included (default
+            ``max(1000, 50 k)``, and not more than ``n``). Only where products contradict each other
+            the seven that tell whether it is rounding come on top.
         certify: Whether to look for hidden copies until they are excluded; ``Certify(...)`` says
             with what doubt and for how many products.
         room: ``Room(rows=, bytes=, file=)``: what the working rows may take, and where they are.

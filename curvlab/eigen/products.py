@@ -73,7 +73,7 @@ class Products:
         self.eps = float(torch.finfo(operator.dtype).eps)
         self.frozen = isinstance(operator, Dense | Curvature)
         self.count = self.overhead = 0
-        self.error = 0.0
+        self.error = self._summed = 0.0
         self.deflation = _deflation(deflate, self)
         self.room = self.n - (0 if self.deflation is None else self.deflation.size)
 
@@ -94,6 +94,17 @@ class Products:
         """Take the error of a product, and the size of products, from a certificate."""
         self.error = max(certificate.linearity, certificate.repeatability)
         self.exponent = certificate.exponent if self.near_one else 0
+        if isinstance(self.operator, Dense):  # not probed; its sums are rounded nevertheless
+            near = brought_near(self.operator.matrix, self.exponent)
+            self._summed = self.eps / 2 * float(torch.linalg.vector_norm(near))
+
+    def rounding(self, norm: float) -> float:
+        """Norm of the error of a product with a unit vector, for an operator of this norm.
+
+        Partial sums of ``n`` terms grow like a random walk: the sums of a matrix are off by half an
+        epsilon of its Frobenius norm.
+        """
+        return max(self.error * norm, self._summed)
 
     def _known(self) -> Certificate | None:
         """A certificate that needs no products: one already measured, or that of a matrix."""

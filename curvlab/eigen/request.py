@@ -4,6 +4,7 @@
 memory and files; :func:`request` makes one :class:`Request` of everything, with defaults filled in.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -89,22 +90,21 @@ class Request:
     stride: int
     partial: bool
 
+    @property
+    def search_products(self) -> int:
+        """Products after which the search ends, so that those of explicit residuals are left."""
+        return self.max_products - (self.k if self.certify.explicit else 0)
+
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to belong to this solve."""
+        plain = ("k", "which", "tol", "relative_to", "seed", "block", "stride", "partial")
         return {
-            "k": self.k,
-            "which": self.which,
-            "tol": self.tol,
-            "relative_to": self.relative_to,
-            "seed": self.seed,
+            **{name: getattr(self, name) for name in plain},
             "copies": self.certify.copies,
             "doubt": self.certify.doubt,
             "certify products": self.certify.products,
             "rows": self.quota.search,
             "reserve": self.quota.reserve,
-            "block": self.block,
-            "stride": self.stride,
-            "partial": self.partial,
         }
 
 
@@ -135,6 +135,10 @@ def request(
     if max_products is None and given.search < products.room:
         # No more than the whole matrix takes; a basis of the whole space needs no limit for that.
         budget = min(budget, products.room)
+    if certify.explicit and budget <= k:
+        raise ValueError(
+            f"max_products={budget} leaves none for the search: Certify(explicit=True) takes {k}"
+        )
     return Request(
         k=k,
         which=which,
@@ -199,11 +203,12 @@ def check_start(v0: Tensor | None, products: Products) -> Tensor | None:
     rows = v0.detach().reshape(-1, products.width)
     if any(far_exponent(row) for row in rows):
         rows = torch.stack([brought_near(row, far_exponent(row)) for row in rows])
-    lengths = products.space.norm(rows.to(products.dtype))
-    if not bool(torch.isfinite(lengths).all()):
-        raise ValueError("v0= holds NaN or infinity")
-    if bool((lengths == 0.0).any()):
-        raise ValueError("v0= holds a vector of zeros: nothing can start from it")
+    for row in rows:  # one at a time: there may be no room for a copy of all
+        length = float(products.space.norm(row.to(products.dtype)))
+        if not math.isfinite(length):
+            raise ValueError("v0= holds NaN or infinity")
+        if length == 0.0:
+            raise ValueError("v0= holds a vector of zeros: nothing can start from it")
     return rows
 
 

@@ -74,10 +74,12 @@ class Eigenpairs:
         complete: Whether no eigenvalue is missing that lies further out than the last of these by
             more than its tolerance, copies included, except with probability ``doubt``. One that is
             nearer to the last (``reason`` says so where one is in sight) may stand in its place: of
-            1.1085 and -1.1087 at ``tol=1e-3`` either may be called the larger. ``doubt`` bounds
-            what is orthogonal to the basis; that no eigenvector is just emerging from it is a
-            criterion: no unwanted pair's residual reaches beyond the last value. False means that
-            it was not checked or could not be shown.
+            1.1085 and -1.1087 at ``tol=1e-3`` either may be called the larger. Where a tolerance
+            spans several eigenvalues, it is places that are right: the j-th value is the j-th
+            eigenvalue within its tolerance, and one vector may stand for two of them. ``doubt``
+            bounds what is orthogonal to the basis; that no eigenvector is just emerging from it is
+            a criterion: no unwanted pair's residual reaches beyond the last value. False means
+            that it was not checked or could not be shown.
         doubt: Bound on the probability that ``complete`` is wrong; 0 when every direction of the
             space was examined, 1 when completeness was not shown.
         orthogonality: Largest element of ``|V V' - I|``.

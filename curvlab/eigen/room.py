@@ -96,16 +96,16 @@ def quota(products: Products, k: int, block: int, room: Room, copies: bool) -> Q
     least_reserve = (LEAST_RESERVE if copies else 2) + block - 1
     reserve = (min(RESERVE, products.room + 2) if copies else 2) + block - 1
     # A search holds the pairs, two rows more and the frontier; a chain the pairs, the frontier
-    # that was set aside and its own rows.
+    # that was set aside and its own rows; both no more than the whole space, one of them twice.
     most = products.room + block
-    least = min(most + least_reserve, k + block + max(2, least_reserve))
-    total = room.rows
+    least = min(most + 2, k + block + max(2, least_reserve))
+    total, file = room.rows, None if room.file is None else Path(room.file)
     vector = solve_bytes(1, 0, products.width, products.dtype) // (1 + PASSING)
     if room.bytes is not None:
         total = room.bytes // vector - k - PASSING
     if total is None:
         search = min(usual_rows(k, products.room, block), most)
-        given = Quota(search, reserve, search + reserve, _path(room))
+        given = Quota(search, reserve, search + reserve, file)
     else:
         if total < least:
             asked = f"rows={room.rows}" if room.bytes is None else f"bytes={room.bytes}"
@@ -119,13 +119,9 @@ def quota(products: Products, k: int, block: int, room: Room, copies: bool) -> Q
         # Half: letting go of Ritz vectors near the edge makes a chain longer by about as many rows.
         reserve = min(reserve, beside, max(least_reserve, total // 2))
         search = min(total, most)
-        given = Quota(search, reserve, min(total, search + reserve), _path(room))
+        given = Quota(search, reserve, min(total, search + reserve), file)
     _require_memory(products, given, k, least)
     return given
-
-
-def _path(room: Room) -> Path | None:
-    return None if room.file is None else Path(room.file)
 
 
 def _require_memory(products: Products, quota: Quota, k: int, least: int) -> None:

@@ -37,7 +37,13 @@ def run(
     began = time.perf_counter()
     resumes = keeping is not None and products.space.exists(keeping.path)
     # before the certificate says in which unit products are
-    whose = _identity(products, asked, start) if keeping is not None else {}
+    whose: dict[str, Any] = {}
+    if keeping is not None:
+        whose = {**asked.identity(), **identity(products)}
+        whose |= {
+            "deflated": products.n - products.room,
+            "start digest": products.space.digest(start),
+        }
     certificate = None if resumes else products.probe(asked.seed)
     solver = Solver(products, asked, certificate)
     if keeping is not None and resumes:
@@ -50,18 +56,15 @@ def run(
             seconds = time.perf_counter() - began
             write_checkpoint(keeping.path, solver, asked=whose, seconds=seconds)
 
-    def result() -> Eigenpairs:
-        return eigenpairs(solver, seconds=lambda: time.perf_counter() - began, method=method)
-
     every = None if keeping is None else keeping.every
-    return iterate(solver, save, result, every=every, progress=progress, method=method)
+    return iterate(solver, save, began=began, every=every, progress=progress, method=method)
 
 
 def iterate(
     solver: Solver,
     save: Callable[[], None],
-    result: Callable[[], Eigenpairs],
     *,
+    began: float,
     every: int | None,
     progress: bool | None,
     method: str,
@@ -73,7 +76,7 @@ def iterate(
 
     Args:
         save: Called every so many products, and when the solve is stopped.
-        result: Makes the pairs of a solve that has ended or is stopped.
+        began: When, by :func:`time.perf_counter`.
     """
     space = solver.products.space
     line = Progress(method, progress if space.leads else False)
@@ -89,8 +92,9 @@ def iterate(
                     save()
                     saved = solver.products.spent
                 solver.step()
-                line.update(solver.products.count, solver.found, solver.request.k, solver.stage)
-            found = result()
+                stage = "searching" if solver.chain is None else "looking for hidden copies"
+                line.update(solver.products.count, solver.found, solver.request.k, stage)
+            found = eigenpairs(solver, began=began, method=method)
     except KeyboardInterrupt as error:
         if space.shared:  # other ranks may be a product further: what they all saved is what counts
             raise
@@ -100,18 +104,8 @@ def iterate(
         save()
         if found is None:
             solver.finish(Outcome.INTERRUPTED, made)
-            found = result()
+            found = eigenpairs(solver, began=began, method=method)
         raise Interrupted(f"{made}. {Outcome.INTERRUPTED.value}", found) from error
     finally:
         line.close()
     return found
-
-
-def _identity(products: Products, asked: Request, start: Tensor | None) -> dict[str, Any]:
-    """What must agree for a checkpoint to belong to this solve."""
-    return {
-        **asked.identity(),
-        **identity(products),
-        "deflated": products.n - products.room,
-        "start digest": products.space.digest(start),
-    }

@@ -8,35 +8,22 @@ state is the basis and a few numbers, so that it can be saved between any two st
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from curvlab.eigen.hidden import Chain, emerging, known_values
+from curvlab.eigen.hidden import Chain
 from curvlab.eigen.krylov import Krylov, reflection
 from curvlab.eigen.noise import require_rounding
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import Request
-from curvlab.eigen.result import tolerances
+from curvlab.eigen.ritz import Bounds, Ritz
 from curvlab.eigen.room import working_rows
-from curvlab.eigen.selection import Edge, edges, order
 from curvlab.probe import Certificate, usual_limit
 
-NEAR = 8.0  # times tol that given rows may be off for Rayleigh-Ritz on them: trained MLPs
-FULL = 8  # rows that are orthogonal to all others in any case: they show what noise there is
-SHARE = 1 / 16  # of a tolerance that rows' overlaps may take: it enters :meth:`allowed` four times
+NEAR = 4.0  # times tol that given rows may be off for Rayleigh-Ritz on them: then never above cold
 FASTEST = 4.0  # by which a product may bring the worst residual down; networks' Hessians show 2.5
-
-
-@dataclass(frozen=True, slots=True)
-class Ritz:
-    """Ritz pairs ``(values[i], V mixing[:, i])`` of the wanted kind, best first, and the rest."""
-
-    values: Tensor
-    mixing: Tensor
-    residuals: Tensor
 
 
 class Solver:
@@ -52,7 +39,7 @@ class Solver:
         self.products = products
         self.request = request
         self.certificate = certificate
-        self.krylov = Krylov(working_rows(request.quota, products), products.eps)
+        self.krylov = Krylov(working_rows(request.quota, products), products)
         self.draws = 0
         self.chain: Chain | None = None
         self.doubt = 1.0
@@ -67,30 +54,25 @@ class Solver:
         self.next_look = 0  # products at which the Ritz pairs are looked at again
 
     @property
-    def stage(self) -> str:
-        """What the next product is for."""
-        return "searching" if self.chain is None else "looking for hidden copies"
-
-    @property
     def limit(self) -> float:
         """Relative error of a product that needs no explanation by measured rounding."""
         usual = usual_limit(self.products.operator.dtype, self.products.n)
         return usual if self.certificate is None else max(usual, self.certificate.limit)
 
     @property
-    def loss(self) -> float:
-        """How far a residual known from the decomposition can be below the true one."""
-        krylov = self.krylov
+    def bounds(self) -> Bounds:
+        """What can be told apart after the products so far."""
+        krylov, norm = self.krylov, self.krylov.norm
         work_eps = float(torch.finfo(self.products.dtype).eps)
         turns = 1.0 + krylov.restarts + self.finds  # each rewrites the rows, with its rounding
-        rounding = 6.0 * work_eps * krylov.norm * math.sqrt(turns)
-        measured = max(krylov.noise, self.products.error * krylov.norm)
-        return rounding + 2.0 * measured + krylov.lost
+        rounding = 6.0 * work_eps * norm * math.sqrt(turns)
+        measured = max(krylov.noise, self.products.rounding(norm))
+        loss = rounding + 2.0 * measured + krylov.lost
+        return Bounds(norm, loss, 2.0 * loss + 16.0 * self.products.eps * norm)
 
-    @property
-    def floor(self) -> float:
-        """What the operator's precision cannot tell from zero."""
-        return 2.0 * self.loss + 16.0 * self.products.eps * self.krylov.norm
+    def ritz(self) -> Ritz:
+        """The Ritz pairs as they are now."""
+        return Ritz.of(self.krylov, self.request)
 
     def start(self, vectors: Tensor | None) -> None:
         """Begin from given rows ``(b, width)``, or from random ones.
@@ -100,16 +82,17 @@ class Solver:
         rows, :meth:`_settle_start` multiplies the others too.
         """
         if vectors is not None:
-            given = vectors.to(self.products.dtype)
-            given = given / self.products.space.norm(given)[:, None].to(given.dtype)
-            block, b = self.request.block, len(given)
+            block, b = self.request.block, len(vectors)
             if block == 1 and self.request.k <= b and 2 * b + 8 <= self.request.quota.search:
-                for row in given:
-                    self._add(row)
+                for row in vectors:
+                    self.krylov.add(row)
                 self.krylov.lead(torch.ones(self.krylov.frontier, dtype=torch.float64))
             else:
                 for first in range(min(block, b)):
-                    self._add(given[first::block].sum(0))
+                    total = torch.zeros_like(vectors[0], dtype=self.products.dtype)
+                    for row in vectors[first::block]:
+                        total += row / float(self.products.space.norm(row.to(total.dtype)))
+                    self.krylov.add(total)
                 if block == 1 < b and self._add_random():  # some pairs are lacking: half by chance
                     self.krylov.lead(torch.ones(2, dtype=torch.float64))
                     self.krylov.drop(1)
@@ -145,9 +128,9 @@ class Solver:
 
     def step(self) -> None:
         """One product (or one block of them), and what follows from it."""
-        most = self.request.max_products
         self.whole = False
-        if self.products.spent >= most:
+        if self.products.spent >= self.request.search_products:
+            most = self.request.max_products
             self.finish(Outcome.OUT_OF_PRODUCTS, f"the budget of {most} products is exhausted")
         elif self.chain is not None:
             self._certify_step(self.chain)
@@ -167,23 +150,6 @@ class Solver:
         self.krylov.settle()
         self.outcome, self.reason = outcome, reason
 
-    def ritz(self) -> Ritz:
-        """All Ritz pairs, the wanted first in their order, with their residuals."""
-        values, mixing = torch.linalg.eigh(self.krylov.projected())
-        positions = order(values, self.request.k, self.request.which)
-        values, mixing = values[positions], mixing[:, positions]
-        return Ritz(values, mixing, self.krylov.residuals(mixing))
-
-    def allowed(self, values: Tensor) -> Tensor:
-        """Residual from the decomposition with which a pair counts as found, ``(k,)``.
-
-        Below ``floor`` further products change nothing, so the search does not insist on it.
-        """
-        request = self.request
-        asked = tolerances(values, request.tol, request.relative_to, self.krylov.norm)
-        # Some more than the loss known so far: a check at the end may find it larger.
-        return torch.maximum(asked - 4.0 * self.loss, torch.full_like(asked, self.floor / 4.0))
-
     def _search_step(self) -> None:
         krylov = self.krylov
         if krylov.frontier == 0 and not self._add_random():
@@ -195,52 +161,36 @@ class Solver:
             free = min(basis - krylov.frontier - block, krylov.multiplied)
             self._compress(min(max(k + 1, k + (basis - k) // 2), free))
             krylov.overlaps.budget = 0.0
-        if block > 1:
-            self._expand_block()
-        else:
+        if block == 1:
             self._turn_frontier()
-            given = krylov.frontier if krylov.multiplied == 0 else 1
-            self._expand()
-            if given > 1:
-                self._settle_start(given)
+        given = krylov.frontier if krylov.multiplied == 0 and block == 1 else 1
+        self._expand()
+        if given > 1:
+            self._settle_start(given)
         spent = self.products.spent
-        out = krylov.size + block > basis or spent >= self.request.max_products
+        out = krylov.size + block > basis or spent >= self.request.search_products
         if out or krylov.multiplied >= self.products.room or spent >= self.next_look:
             krylov.settle()
             require_rounding(self.products, krylov, self.limit, self.request.seed)
             self._judge()
 
     def _expand(self) -> None:
-        krylov = self.krylov
-        product = krylov.rows.row(krylov.size)
-        self._multiply(krylov.rows.row(krylov.multiplied), product)
-        krylov.expand(product, self.products.error)
-        if self.products.deflation is not None:
-            self._deflate_(product)
-
-    def _deflate_(self, row: Tensor) -> None:
-        """Remove what rounding left of the deflated rows; a short remainder had much of it."""
-        self.products.project_out_(row)
-        length = self.products.space.norm(row).to(row.dtype)
-        row /= torch.where(length > 0.0, length, torch.ones_like(length))
-
-    def _multiply(self, vectors: Tensor, targets: Tensor) -> None:
+        """Multiply the next frontier row, or a block of them, and take up what comes back."""
+        krylov, rows = self.krylov, self.krylov.rows
+        first, single = krylov.multiplied, self.request.block == 1 or self.chain is not None
+        if single:
+            vectors, images = rows.row(first), rows.row(krylov.size)
+        else:
+            left = self.request.search_products - self.products.spent
+            vectors = rows.rows(first, first + min(self.request.block, krylov.frontier, left))
+            images = torch.zeros_like(vectors)
         self.whole = True  # until it comes back, a product changes nothing
-        self.products.into(vectors, targets)
+        self.products.into(vectors, images)
         self.whole = False
-
-    def _expand_block(self) -> None:
-        krylov = self.krylov
-        b = min(self.request.block, krylov.frontier)
-        rows = krylov.rows.rows(krylov.multiplied, krylov.multiplied + b)
-        results = torch.zeros_like(rows)
-        self._multiply(rows, results)
-        krylov.expand_block(results)
-        if self.products.deflation is not None and krylov.frontier:
-            last = krylov.rows.rows(krylov.multiplied)
-            self.products.project_out_(last)
-            for index, row in enumerate(last, krylov.multiplied):
-                krylov.rows.put(index, row)
+        if single:
+            krylov.expand(images, self.products.error)
+        else:
+            krylov.expand_block(images)
 
     def _judge(self) -> None:
         """Look at the Ritz pairs; go on, start certifying, or end."""
@@ -252,7 +202,7 @@ class Solver:
             return
         ritz = self.ritz()
         krylov.norm = max(krylov.norm, float(ritz.values.abs().max()))
-        residuals, allowed = ritz.residuals[: request.k], self.allowed(ritz.values[: request.k])
+        residuals, allowed = ritz.residuals[: request.k], ritz.allowed(self.bounds)
         found = residuals <= allowed
         self.found = int(found.sum())
         late = residuals[~found] / allowed[~found]  # in units of what is allowed
@@ -260,7 +210,7 @@ class Solver:
         # An eigenproblem a step would cost as much as a cheap product.
         wait = math.ceil(math.log(min(worst, 1e30)) / math.log(FASTEST)) if worst > 1.0 else 1
         self.next_look = self.products.spent + max(request.stride, krylov.multiplied // 64, wait)
-        krylov.overlaps.budget = self._budget(ritz.values[: request.k])
+        krylov.overlaps.budget = ritz.overlaps_budget(krylov, self.bounds)
         if self.exhausted or krylov.multiplied >= self.products.room:
             self.doubt = 0.0
             self.finish(Outcome.CONVERGED, "converged: the basis spans the whole space")
@@ -271,64 +221,24 @@ class Solver:
         else:
             if self.converged_at is None:
                 self.converged_at = self.products.spent
-            if self._emerging(ritz) is None:
+            if ritz.emerging(krylov, self.bounds, self.finds) is None:
                 self._begin_chain(ritz)
             elif self._out_of_patience():
                 self._give_up()
-
-    def _budget(self, values: Tensor) -> float:
-        """What a step may remove late from a row (:mod:`curvlab.eigen.overlaps`); 0: nothing.
-
-        Ritz values move outwards. Those on their own side of zero grow, and what they allow now
-        they allow later; of the others nothing is known yet. After a restart the rows are pairs
-        that have converged, and overlaps with those grow too fast.
-        """
-        request, krylov = self.request, self.krylov
-        if not request.partial or krylov.multiplied < FULL or krylov.restarts:
-            return 0.0
-        outwards = {"LM": values.abs(), "LA": values, "SA": -values}.get(request.which)
-        if outwards is None:  # both ends, the upper half first
-            outwards = values.clone()
-            outwards[(request.k + 1) // 2 :] *= -1.0
-        if request.relative_to == "value" and bool((outwards <= 0.0).any()):
-            return 0.0
-        asked = tolerances(values, request.tol, request.relative_to, krylov.norm)
-        return SHARE * float(asked.min())
-
-    def _edges(self, ritz: Ritz) -> list[Edge]:
-        krylov, k = self.krylov, self.request.k
-        values = ritz.values[:k]
-        slack = torch.maximum(
-            tolerances(values, self.request.tol, self.request.relative_to, krylov.norm),
-            (ritz.residuals[:k] + self.loss).clamp_min(self.floor),
-        )
-        return edges(values, slack, self.request.which, floor=self.floor, norm=krylov.norm)
-
-    def _emerging(self, ritz: Ritz) -> Tensor | None:
-        """Columns of unwanted Ritz vectors that may still become wanted, or ``None``."""
-        krylov, k = self.krylov, self.request.k
-        mixing = ritz.mixing[:, k:]
-        if mixing.shape[1] == 0 or krylov.frontier == 0:
-            return None
-        remainder = krylov.coupling[krylov.multiplied : krylov.size, : krylov.multiplied] @ mixing
-        # A chain that found something was left with other copies just emerging from it.
-        share = 0.5 if self.finds == 0 else 0.2
-        found = emerging(ritz.values[k:], remainder, self._edges(ritz), share)
-        return None if found is None else mixing[:, found]
 
     def _begin_chain(self, ritz: Ritz) -> None:
         """Set the frontier aside and start a chain from a random row orthogonal to what is left."""
         krylov, k = self.krylov, self.request.k
         krylov.set_aside()
         krylov.overlaps.budget = 0.0  # a chain is orthogonal to everything: hidden copies are, too
-        most = krylov.capacity - self.request.quota.reserve - len(krylov.aside)
+        most = krylov.rows.capacity - self.request.quota.reserve - len(krylov.aside)
         if krylov.multiplied > most:
             self._compress(max(k, most))
             ritz = self.ritz()
         if self._add_random():
-            ends = self._edges(ritz)
-            allowances = 2.0 * ritz.residuals + self.floor
-            known = known_values(ritz.values, allowances, ends)
+            ends, allowances = ritz.edges(self.bounds), 2.0 * ritz.residuals + self.bounds.floor
+            pairs = sorted(zip(ritz.values.tolist(), allowances.tolist(), strict=True))
+            known = [pairs[::-1] if end.side > 0 else pairs for end in ends]
             self.chain = Chain(krylov.multiplied, ends, known)
         else:
             self.exhausted = True
@@ -338,7 +248,7 @@ class Solver:
         krylov = self.krylov
         if krylov.frontier:  # else a checkpoint was written just when the chain had closed
             self._expand()
-        full = krylov.size + len(krylov.aside) + 1 >= krylov.capacity
+        full = krylov.size + len(krylov.aside) + 1 >= krylov.rows.capacity
         out = full or self._out_of_patience()
         if 0 < krylov.unsettled < self.request.stride and not out:
             return
@@ -352,7 +262,7 @@ class Solver:
             # A chain that closes shows all that its start vector meets, as far as rounding lets.
             closes = j + 1 == krylov.multiplied and not going
             chain.betas.append(
-                krylov.breakdown_of(float(column.norm())) if closes else float(column[j + 1])
+                krylov.breakdown(float(column.norm())) if closes else float(column[j + 1])
             )
         doubt = self.doubt * chain.doubt(self.products.room)
         ends = doubt <= self.request.certify.doubt or not going or out
@@ -412,22 +322,16 @@ class Solver:
             return
         krylov.settle()
         ritz = self.ritz()
-        allowed = self.allowed(ritz.values[:k])
+        allowed = ritz.allowed(self.bounds)
         late = ritz.residuals[:k] > allowed
-        emerging = None if bool(late.any()) else self._emerging(ritz)
+        emerging = None if bool(late.any()) else ritz.emerging(krylov, self.bounds, self.finds)
         columns = ritz.mixing[:, :k][:, late] / allowed[late] if emerging is None else emerging
-        remainder = krylov.coupling[krylov.multiplied : krylov.size, : krylov.multiplied] @ columns
+        remainder = krylov.remainder(columns)
         if float(remainder.abs().sum()) > 0.0:
             weights = torch.linalg.svd(remainder, full_matrices=False).U[:, 0]
             # A solve that was interrupted in its product has it there already.
             if float(weights[1:].norm()) > 1e-8:
                 krylov.lead(weights)
-
-    def _add(self, vector: Tensor) -> bool:
-        vector = vector.to(self.products.device, copy=True)
-        self.products.project_out_(vector)
-        self.products.project_out_(vector)
-        return self.krylov.add(vector)
 
     def _add_random(self) -> bool:
         """A random frontier row, orthogonal to all others; False if the space is exhausted."""
@@ -435,4 +339,4 @@ class Solver:
             return False
         generator = torch.Generator().manual_seed((self.request.seed + 1) * 1_000_003 + self.draws)
         self.draws += 1
-        return self._add(self.products.space.normal(generator, self.products.dtype))
+        return self.krylov.add(self.products.space.normal(generator, self.products.dtype))

@@ -12,20 +12,23 @@ if TYPE_CHECKING:
 CHUNK = 1 << 12  # columns taken to float64 at a time: they stay in the cache
 
 
-def mix(rows: "Rows", weights: Tensor) -> None:
+def mix(rows: "Rows", weights: Tensor, first: int = 0) -> None:
     """See :meth:`Rows.mix`."""
     m, p = weights.shape
-    if p > m or m > rows.size:
-        raise ValueError(f"{m} of {rows.size} rows cannot become {p}")
-    behind, whole = rows.size - m, rows.whole
+    end, kept, whole = first + m, first + p, rows.whole
+    if p > m or end > rows.size:
+        raise ValueError(f"{m} of {rows.size - first} rows cannot become {p}")
     if whole is not None:
-        ops.mix_(whole[0][:m], weights.T.to(rows.device).contiguous(), whole[0][:p])
+        given = weights.T.to(rows.device).contiguous()
+        ops.mix_(whole[0][first:end], given, whole[0][first:kept])
     else:
-        for index, row in enumerate(combine(rows, weights, rows.store.working)):
+        weights = torch.cat([weights.new_zeros(first, p), weights])
+        for index, row in enumerate(combine(rows, weights, rows.store.working), first):
             rows.put(index, row)
+    behind = rows.size - end
     for index in range(behind):  # in this order: a row may move onto one already moved
-        rows.put(p + index, rows.row(m + index))
-    rows.store.size = p + behind
+        rows.put(kept + index, rows.row(end + index))
+    rows.store.size = kept + behind
 
 
 def combine(rows: "Rows", weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -186,16 +186,17 @@ class Rows(Projector):
             self.factor = torch.linalg.cholesky(products)
         self.store.size = products.shape[0]
 
-    def mix(self, weights: Tensor) -> None:
-        """Thick restart: the first ``m`` rows become ``p`` combinations of them, in place.
+    def mix(self, weights: Tensor, first: int = 0) -> None:
+        """Thick restart: ``m`` rows become ``p`` combinations of them, in place.
 
         Rows after them move up; in float64, rounded once.
 
         Args:
             weights: Shape ``(m, p)``, orthonormal columns, float64, ``p <= m``.
+            first: Row from which they are counted.
         """
         self._require_float()
-        mixing.mix(self, weights)
+        mixing.mix(self, weights, first)
         self._forget(0)
 
     def combine(self, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:

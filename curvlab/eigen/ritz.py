@@ -1,0 +1,103 @@
+"""Ritz pairs of a basis: which of them count as found, and where a missed one would show."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvlab.eigen.hidden import emerging
+from curvlab.eigen.krylov import Krylov
+from curvlab.eigen.request import Request
+from curvlab.eigen.result import tolerances
+from curvlab.eigen.selection import Edge, edges, order
+
+FULL = 8  # rows that are orthogonal to all others in any case: they show what noise there is
+SHARE = 1 / 16  # of a tolerance that rows' overlaps may take: it enters :meth:`allowed` four times
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a solve can tell apart.
+
+    Attributes:
+        norm: Of the operator, as far as it was seen.
+        loss: How far a residual known from the decomposition can be below the true one.
+        floor: What the operator's precision cannot tell from zero.
+    """
+
+    norm: float
+    loss: float
+    floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ritz:
+    """Ritz pairs ``(values[i], V mixing[:, i])``: the wanted first, in their order, then the rest.
+
+    Attributes:
+        residuals: From the decomposition, of all pairs.
+    """
+
+    request: Request
+    values: Tensor
+    mixing: Tensor
+    residuals: Tensor
+
+    @classmethod
+    def of(cls, krylov: Krylov, request: Request) -> "Ritz":
+        """All pairs of the basis."""
+        values, mixing = torch.linalg.eigh(krylov.projected())
+        positions = order(values, request.k, request.which)
+        values, mixing = values[positions], mixing[:, positions]
+        return cls(request, values, mixing, krylov.residuals(mixing, values))
+
+    def asked(self, bounds: Bounds) -> Tensor:
+        """The tolerances of the wanted pairs, ``(k,)``."""
+        request = self.request
+        return tolerances(self.values[: request.k], request.tol, request.relative_to, bounds.norm)
+
+    def allowed(self, bounds: Bounds) -> Tensor:
+        """Residual from the decomposition with which a wanted pair counts as found, ``(k,)``.
+
+        Below the floor further products change nothing, so the search does not insist on it.
+        """
+        asked = self.asked(bounds)
+        # Some more than the loss known so far: a check at the end may find it larger.
+        return torch.maximum(asked - 4.0 * bounds.loss, torch.full_like(asked, bounds.floor / 4.0))
+
+    def edges(self, bounds: Bounds) -> list[Edge]:
+        """Beyond which an eigenvalue would be a missed one."""
+        k, floor = self.request.k, bounds.floor
+        slack = (self.residuals[:k] + bounds.loss).clamp_min(floor)
+        slack = torch.maximum(self.asked(bounds), slack)
+        return edges(self.values[:k], slack, self.request.which, floor=floor, norm=bounds.norm)
+
+    def emerging(self, krylov: Krylov, bounds: Bounds, finds: int) -> Tensor | None:
+        """Columns of unwanted Ritz vectors that may still become wanted, or ``None``.
+
+        A chain that found something, as ``finds`` did, left other copies just emerging from it.
+        """
+        share = 0.2 if finds else 0.5
+        k, mixing = self.request.k, self.mixing[:, self.request.k :]
+        if mixing.shape[1] == 0 or krylov.frontier == 0:
+            return None
+        found = emerging(self.values[k:], krylov.remainder(mixing), self.edges(bounds), share)
+        return None if found is None else mixing[:, found]
+
+    def overlaps_budget(self, krylov: Krylov, bounds: Bounds) -> float:
+        """What a step may remove late from a row (:mod:`curvlab.eigen.overlaps`); 0: nothing.
+
+        Ritz values move outwards. Those on their own side of zero grow, and what they allow now
+        they allow later; of the others nothing is known yet. After a restart the rows are pairs
+        that have converged, and overlaps with those grow too fast.
+        """
+        request, values = self.request, self.values[: self.request.k]
+        if not request.partial or krylov.multiplied < FULL or krylov.restarts:
+            return 0.0
+        outwards = {"LM": values.abs(), "LA": values, "SA": -values}.get(request.which)
+        if outwards is None:  # both ends, the upper half first
+            outwards = values.clone()
+            outwards[(request.k + 1) // 2 :] *= -1.0
+        if request.relative_to == "value" and bool((outwards <= 0.0).any()):
+            return 0.0
+        return SHARE * float(self.asked(bounds).min())
