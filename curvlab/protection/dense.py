@@ -22,7 +22,7 @@ Parameters that the basis covers and the optimizer does not train stay where the
 are projected by the basis restricted to them. Parameters outside the basis are trained freely.
 
 A step costs a few operations on all tensors at once, however many there are, and waits for
-nothing: on a GPU 13 launches beyond the optimizer's own, of which four return at once unless a
+nothing: on a GPU 12 launches beyond the optimizer's own, of which four return at once unless a
 projection has to be repeated. What was removed is computed when it is asked for.
 """
 
@@ -89,7 +89,7 @@ class Protection:
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._rounds = dtypes != {self._dtype}
         self._room: _Room | None = None
-        self._last: tuple[Rows, Tensor] | None = None
+        self._last: tuple[Rows, Tensor, list[Tensor]] | None = None
         self._restricted: tuple[Tensor, Rows] | None = None
 
     def remove(self) -> None:
@@ -100,12 +100,12 @@ class Protection:
     @property
     def removed(self) -> float:
         """The share of the last change's norm that the projection removed; 0 before a step."""
-        if self._last is None or self._room is None:
+        if self._last is None:
             return 0.0
-        rows, weights = self._last
+        rows, weights, change = self._last
         m = len(weights)
         inside = float(weights @ rows.gram[:m, :m] @ weights) if m else 0.0
-        left = float(self._room.change.double().square().sum())
+        left = sum(float(piece.double().square().sum()) for piece in change)
         return (inside / (inside + left)) ** 0.5 if inside > 0.0 else 0.0
 
     @property
@@ -130,10 +130,6 @@ class Protection:
             part.extend(rows[:, mask])
         return part
 
-    def _project(self, vector: Tensor) -> Tensor:
-        rows = self._rows
-        return rows.project_out_([vector] if rows.space.sharded else vector)
-
     @torch.no_grad()
     def _start(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
         self._look(optimizer)
@@ -141,7 +137,7 @@ class Protection:
             return None
         if self._room is None:
             self._room = _Room(self.parameters, self._dtype, self._rounds)
-        room, tensors = self._room, list[Tensor](self.parameters)
+        self._last, room, tensors = None, self._room, list[Tensor](self.parameters)
         torch._foreach_copy_(room.before_parts, tensors)
         if room.master is not None and room.given is not None:
             # Where the model has what it was given, the copy goes on; else it starts from there.
@@ -164,11 +160,11 @@ class Protection:
         present = [p.grad for p in self.parameters if p.grad is not None]
         if room is None or len(present) < len(self.parameters):
             return
-        if room.master is None and all(gradient.is_contiguous() for gradient in present):
+        if room.master is None:
             self._rows.project_out_(present)  # as they are
         else:
             torch._foreach_copy_(room.change_parts, present)
-            self._project(room.change)
+            self._rows.project_out_([room.change])
             torch._foreach_copy_(present, room.change_parts)
 
     @torch.no_grad()
@@ -176,14 +172,17 @@ class Protection:
         room = self._room
         if room is None:  # protected in the middle of a step
             return
-        tensors = list[Tensor](self.parameters)
-        torch._foreach_copy_(room.change_parts, tensors)
-        room.change.sub_(room.before)
-        self._last = self._rows, self._project(room.change)
+        rows, tensors, before = self._rows, list[Tensor](self.parameters), room.before_parts
         if room.master is None:
-            torch.add(room.before, room.change, out=room.before)
-            torch._foreach_copy_(tensors, room.before_parts)
+            # backwards, before - after: tensors like the room's, however the parameters are strided
+            change = list(torch._foreach_sub(before, tensors))
+            self._last = rows, rows.project_out_(change), change
+            torch._foreach_sub_(before, change)
+            torch._foreach_copy_(tensors, before)
         else:
+            torch._foreach_copy_(room.change_parts, tensors)
+            room.change.sub_(room.before)
+            self._last = rows, rows.project_out_([room.change]), [room.change]
             room.master.add_(room.change)
             torch._foreach_copy_(tensors, room.master_parts)
             torch._foreach_copy_(room.given_parts, tensors)
@@ -194,29 +193,29 @@ class _Room:
 
     Attributes:
         before: The parameters before the step.
-        change: What the step did to them, and then what is left of it.
         master: For parameters that round, what they would be if they did not; else ``None``.
         given: For the same, what the model was given of it.
+        change: For the same, what the step did, and then what is left of it.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, rounds: bool
     ) -> None:
         n, device = sum(p.numel() for p in parameters), parameters[0].device
-        flat = [torch.zeros(n, dtype=dtype, device=device) for _ in range(4 if rounds else 2)]
+        flat = [torch.zeros(n, dtype=dtype, device=device) for _ in range(4 if rounds else 1)]
         sizes = [p.numel() for p in parameters]
 
         def parts(vector: Tensor) -> list[Tensor]:
             cut = torch.split(vector, sizes)
             return [piece.view(p.shape) for piece, p in zip(cut, parameters, strict=True)]
 
-        self.before, self.change = flat[:2]
-        self.before_parts, self.change_parts = parts(self.before), parts(self.change)
+        self.before, self.before_parts = flat[0], parts(flat[0])
         self.master: Tensor | None = None
         self.given: Tensor | None = None
         if rounds:
-            self.master, self.given = flat[2:]
+            self.master, self.given, self.change = flat[1:]
             self.master_parts, self.given_parts = parts(self.master), parts(self.given)
+            self.change_parts = parts(self.change)
             torch._foreach_copy_(self.master_parts, [p.detach() for p in parameters])
             self.given.copy_(self.master)
 
