@@ -11,6 +11,8 @@ import torch
 from curvlab_kernels import _cpu, ops, reference
 from curvlab_kernels._cpu import path, threads
 
+from benchmarks.measure import peak_memory
+
 NARROW = [torch.float16, torch.bfloat16, torch.int8]
 
 
@@ -148,6 +150,31 @@ def test_a_list_has_the_bits_of_its_vector(m, n, momentum, decay, generator):
         assert torch.equal(torch.cat(buffers[0]), buffer)
     assert torch.equal(removed, _cpu.project_(rows, slopes))
     assert torch.equal(torch.cat(lists[1]), slopes)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_list_of_many_small_tensors_has_the_bits_of_its_vector(dtype, count, generator):
+    """Empty ones among them; tiles, and the columns of a thread, end anywhere inside a tensor."""
+    torch.set_num_threads(count)
+    n = 70_001
+    rows, factor, scales = stored(9, n, dtype, generator)
+    vector = torch.randn(n, generator=generator)
+    sizes = [30_000, 0, 1, 8192, 63, 0, 5, 20_000, 8190, 0]
+    parts = [part.clone() for part in vector.split([*sizes, n - sum(sizes)])]
+    removed = _cpu.project_list_(rows, parts, factor, scales)
+    assert torch.equal(removed, _cpu.project_(rows, vector, factor, scales))
+    assert torch.equal(torch.cat(parts), vector)
+
+
+def test_a_list_is_projected_where_it_lies(generator):
+    pytest.importorskip("numba")
+    parts = list(torch.randn(8, 500_000, generator=generator))
+    rows = torch.zeros(1, 4_000_000)
+    rows[0, :2] = torch.tensor([0.6, 0.8])
+    _cpu.project_list_(rows, parts)  # what is compiled, or imported, is there
+    extra = peak_memory(lambda: _cpu.project_list_(rows, parts), threads=1)
+    assert extra < 0.5 * parts[0].nbytes * len(parts)  # one vector of them would be twice that
 
 
 def _project_in_child(queue, rows, vector):

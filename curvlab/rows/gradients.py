@@ -1,8 +1,7 @@
 """Rows applied to a model's gradients: lists of tensors that make one vector together.
 
-On a GPU, where the rows are one piece of memory, the fused kernels read the tensors as they are.
-On a CPU, and for rows in several pieces, in shards or streamed, the work is done on one flat copy,
-which is ``1/size`` of their own bytes.
+Where the rows are one piece of memory, the kernels read the tensors as they are. For rows in several
+pieces, in shards or streamed, the work is done on one flat copy, ``1/size`` of their own bytes.
 In shards, tensors are whole and the same on every rank of a data-parallel job; the step computes
 its own range of the parameters and gathers the rest.
 """

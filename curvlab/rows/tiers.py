@@ -31,6 +31,11 @@ class Slab:
     rows: Tensor
     scales: Tensor | None
 
+    def head(self, count: int) -> "Slab":
+        """A copy of the first ``count`` rows."""
+        scales = None if self.scales is None else self.scales[:count].clone()
+        return Slab(self.rows[:count].clone(), scales)
+
 
 class Tier(Protocol):
     """What rows ask of the place that holds them."""
