@@ -113,16 +113,9 @@ def sgd_step_(
         checks.check_alike(parameters, momenta, "parameters and momenta")
     elif momentum != 0.0:
         raise ValueError(f"momentum={momentum} needs momenta: one tensor of zeros per parameter")
+    hyper = float(lr), float(weight_decay), float(momentum)
     removed: Tensor = _kernels(rows).sgd_step_(
-        rows,
-        parameters,
-        gradients,
-        momenta,
-        float(lr),
-        float(weight_decay),
-        float(momentum),
-        factor,
-        scales,
+        rows, parameters, gradients, momenta, *hyper, factor, scales
     )
     return removed
 

@@ -101,26 +101,14 @@ def run(
             [t.data_ptr() for t in one] or [0] * len(vectors) for one in (vectors, values, momenta)
         ]
         n, table = starts[-1], np.array([starts, *([*one, 0] for one in places)])
+    given = values[0].data_ptr() if values else 0, momenta[0].data_ptr() if momenta else 0
     start(
-        *openmp(),
-        _region(rows.dtype, vectors[0].dtype).address,
-        rows.data_ptr(),
-        0 if scales is None else scales.data_ptr(),
-        0 if factor is None else factor.data_ptr(),
-        removed.data_ptr(),
-        0 if table is None else table.ctypes.data,
-        len(vectors),
-        vectors[0].data_ptr(),
-        values[0].data_ptr() if values else 0,
-        momenta[0].data_ptr() if momenta else 0,
-        m,
-        ld,
-        n,
-        path.threads,
-        path.at_once if factor is None else m,
-        path.width,
-        *hyper,
-    )
+        *openmp(), _region(rows.dtype, vectors[0].dtype).address, rows.data_ptr(),
+        0 if scales is None else scales.data_ptr(), 0 if factor is None else factor.data_ptr(),
+        removed.data_ptr(), 0 if table is None else table.ctypes.data, len(vectors),
+        vectors[0].data_ptr(), *given, m, ld, n, path.threads,
+        path.at_once if factor is None else m, path.width, *hyper,
+    )  # fmt: skip
     return removed
 
 
