@@ -209,9 +209,14 @@ class Rows(Projector):
 
     # A model's gradients
 
+    @torch.no_grad()
     def project_gradients_(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """:meth:`project_out_` on the parameters' ``.grad``; a missing one counts as zeros."""
-        return gradients.project_gradients_(self, parameters)
+        chosen = list(parameters)
+        for parameter in chosen:
+            if parameter.grad is None:  # zero, but its projection need not be
+                parameter.grad = torch.zeros_like(parameter)
+        return self.project_out_([p.grad for p in chosen if p.grad is not None])
 
     def sgd_step_(
         self,
