@@ -150,14 +150,13 @@ class Protection:
     @torch.no_grad()
     def _project_gradients(self) -> None:
         room = self._room
-        for parameter in self.parameters:
-            if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise ValueError(
-                    "protect: a basis projects all parameters together, and the sparse gradient of "
-                    "an embedding would be dense after it: build the embedding with sparse=False, "
-                    "or pass gradients=False, so that only the step is projected"
-                )
         present = [p.grad for p in self.parameters if p.grad is not None]
+        if any(gradient.layout != torch.strided for gradient in present):
+            raise ValueError(
+                "protect: a basis projects all parameters together, and the sparse gradient of "
+                "an embedding would be dense after it: build the embedding with sparse=False, "
+                "or pass gradients=False, so that only the step is projected"
+            )
         if room is None or len(present) < len(self.parameters):
             return
         if room.master is None:
