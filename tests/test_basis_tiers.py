@@ -13,6 +13,7 @@ from benchmarks.measure import peak_memory
 from curvlab.basis import Basis, DeviceMemory, MappedFile, PinnedHost
 from curvlab.rows import store, tiers
 from curvlab.rows.locked import locked
+from curvlab.rows.sizes import row_bytes
 from curvlab.storage import StorageError
 
 
@@ -227,7 +228,7 @@ def test_memory_that_cannot_be_locked_is_refused_with_a_cure():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_a_slab_of_bytes_holds_rows_and_scales_that_do_not_overlap(dtype):
-    data = torch.zeros(tiers._size(3, 80, dtype), dtype=torch.uint8)
+    data = torch.zeros(3 * row_bytes(80, dtype), dtype=torch.uint8)
     slab = tiers._slab(data, 3, 80, dtype)
     slab.rows.view(torch.uint8).fill_(1)
     if slab.scales is not None:

@@ -127,16 +127,18 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(n, dtype, momentum, decay,
 
 @pytest.mark.parametrize(("m", "n"), [(3, 1003), (9, 18_010), (9, 200_003)])
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.05)])
-def test_a_list_has_the_bits_of_its_vector(m, n, momentum, decay, generator):
-    """However a model cuts its parameters, one of them strided; gradients are not changed."""
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_list_has_the_bits_of_its_vector(m, n, momentum, decay, strided, generator):
+    """However a model cuts its parameters, the first of them empty; gradients are not changed."""
     rows, _, _ = stored(m, n, torch.float32, generator)
     values, slopes, buffer = (draw.clone() for draw in torch.randn(3, n, generator=generator))
-    sizes = [n // 2, 7, n // 3]
+    sizes = [0, n // 2, 7, n // 3]
     sizes += [n - sum(sizes)]
 
     def cut(vector):
         parts = [part.clone() for part in vector.split(sizes)]
-        parts[0] = torch.stack([parts[0], parts[0]], 1)[:, 0]  # every second number in memory
+        if strided:
+            parts[1] = torch.stack([parts[1], parts[1]], 1)[:, 0]  # every second number in memory
         return parts
 
     lists, buffers = (cut(values), cut(slopes)), [cut(buffer)] if momentum else []

@@ -103,7 +103,7 @@ WRONG = [
     (lambda r, v: ops.apply_(r, [1.0] * 4, v), TypeError, "coefficients must be a tensor"),
     (lambda r, v: ops.lanczos_step_(r, v, torch.ones(2)), ValueError, "previous_beta is one"),
     (lambda r, _: ops.mix_(r, torch.tensor(1.0).double(), r[:2]), ValueError, "mixing must be"),
-    (lambda r, _: ops.dequantise(r, None, 65), ValueError, "at most 64"),
+    (lambda r, _: ops.dequantise(r, None, 65), ValueError, "length 64; got 65"),
 ]
 
 

@@ -136,25 +136,22 @@ class Rows(Projector):
             Which vectors were kept: bool ``(k,)``.
         """
         with self._lock:  # two threads would write to the same place
-            return self._extend(vectors, least)
-
-    def _extend(self, vectors: Tensor, least: float | None) -> Tensor:
-        self._check(vectors, 2)
-        self.space.check(vectors)
-        rounding = max(least_share(self.dtype), least or 0.0)
-        total = self.space.total if self.space.sharded else None
-        work = vectors.detach().to(self.store.working, copy=True).contiguous()
-        steps.bring_near_(self, work)
-        kept = orthonormalise_with_(self.project_out_, work, self.size, rounding, total)
-        count = int(kept.sum())
-        if self.size + count > self.capacity:
-            raise ValueError(
-                f"{count} new vectors do not fit: {self.size} of {self.capacity} rows are in use. "
-                "Nothing was added; choose a larger capacity, or truncate first"
-            )
-        if count:
-            self._add(work[kept])
-        return kept
+            self._check(vectors, 2)
+            self.space.check(vectors)
+            rounding = max(least_share(self.dtype), least or 0.0)
+            total = self.space.total if self.space.sharded else None
+            work = vectors.detach().to(self.store.working, copy=True).contiguous()
+            steps.bring_near_(self, work)
+            kept = orthonormalise_with_(self.project_out_, work, self.size, rounding, total)
+            count = int(kept.sum())
+            if self.size + count > self.capacity:
+                raise ValueError(
+                    f"{count} new vectors do not fit: {self.size} of {self.capacity} rows are in "
+                    "use. Nothing was added; choose a larger capacity, or truncate first"
+                )
+            if count:
+                self._add(work[kept])
+            return kept
 
     def _add(self, vectors: Tensor) -> None:
         """Store orthonormal ``vectors`` ``(k, width)``; the Gram matrix too, if it is needed."""

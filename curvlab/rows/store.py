@@ -120,18 +120,18 @@ class Store:
 
     def make_room(self, count: int) -> None:
         """Memory for ``count`` rows at least; what is there stays where it is."""
-        before = self.allocated
+        before, row = self.allocated, row_bytes(self.width, self.dtype)
         if before >= count:
             return
         lazily = self.tier.resident and self.device.type == "cpu"
-        slab = SLAB_BYTES if lazily else SLAB_BYTES // TAKEN
-        wanted = max(count - before, slab // row_bytes(self.width, self.dtype))
+        sizes = [max(count - before, b // row) for b in (SLAB_BYTES, SLAB_BYTES // TAKEN)]
+        large, small = (min(size, self.capacity - before) for size in sizes)
         try:
-            self._allocate(min(wanted, self.capacity - before))
-        except MemoryError:  # a system that counts what is reserved as taken
-            if not lazily or wanted == count - before:
+            self._allocate(large if lazily else small)
+        except MemoryError:
+            if not lazily:
                 raise
-            self._allocate(count - before)
+            self._allocate(small)  # on a system that counts what is reserved as taken
 
     def make_whole(self, count: int) -> None:
         """Memory for ``count`` rows in one piece, to which the rows in use are copied."""

@@ -94,12 +94,6 @@ def _compiled() -> ModuleType | None:
     return importlib.import_module("curvlab_kernels._cpu.compiled")
 
 
-def forget() -> None:
-    """Look for numba anew in the next call."""
-    _choose.cache_clear()
-    _compiled.cache_clear()
-
-
 def spread(
     loop: Callable[..., None],
     stored: tuple[Any, Any],

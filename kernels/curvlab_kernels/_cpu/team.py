@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, cfunc, types  # type: ignore[attr-defined]
+from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -101,7 +102,8 @@ def run(
             [t.data_ptr() for t in one] or [0] * len(vectors) for one in (vectors, values, momenta)
         ]
         n, table = starts[-1], np.array([starts, *([*one, 0] for one in places)])
-    given = values[0].data_ptr() if values else 0, momenta[0].data_ptr() if momenta else 0
+    # 1 for an empty tensor, which has no address
+    given = [one[0].data_ptr() or 1 if one else 0 for one in (values, momenta)]
     start(
         *openmp(), _region(rows.dtype, vectors[0].dtype).address, rows.data_ptr(),
         0 if scales is None else scales.data_ptr(), 0 if factor is None else factor.data_ptr(),
@@ -138,9 +140,9 @@ def start(
         words[9] = step.ctypes.data
     words[16], words[17] = sums.ctypes.data, hyper.ctypes.data
     if words[18]:
-        _fork(parallel, region, words.ctypes.data, threads)
+        _call(parallel, (region, words.ctypes.data, threads, 0))
     else:
-        _call(region, words.ctypes.data)
+        _call(region, (words.ctypes.data,))
     return sums.size + hyper.size + step.size + alone.size + words.size  # alive up to here
 
 
@@ -208,7 +210,7 @@ def _work(words: Any, rows: Any, scales: Any, step: Any) -> None:
     (m, n), at_once, width = (rows.shape[0], words[13]), words[14], words[15]
     team, me = 1, 0
     if words[18]:
-        team, me = _ask(words[0]), _ask(words[1])
+        team, me = _call(words[0], ()), _call(words[1], ())
     parts = -(-n // width)
     # The fewer parts go to the other threads: the vector was written by the first.
     first, last = (team - 1 - me) * parts // team, (team - me) * parts // team
@@ -247,7 +249,7 @@ def _work(words: Any, rows: Any, scales: Any, step: Any) -> None:
                     if i == 0:  # while it is in a cache
                         _add_tile_squares(span, sums[p], m)
             if words[18]:
-                _ask(words[2])
+                _call(words[2], ())
             for p in range(parts):
                 for k in range(i, j):
                     found[k] += sums[p, k]
@@ -272,7 +274,7 @@ def _work(words: Any, rows: Any, scales: Any, step: Any) -> None:
         if left >= INSIDE * found[m]:
             break
         if words[18]:
-            _ask(words[2])  # everyone has read the sums
+            _call(words[2], ())  # everyone has read the sums
         sums[first:last] = 0.0
     if words[9]:
         lr, momentum = number(hyper[0]), number(hyper[2])
@@ -314,45 +316,16 @@ def _pointer_to(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-def _call_at(_context: Any, _address: Any, _given: Any) -> Any:
-    """``function(given)`` for a function of one pointer."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte]).as_pointer()
-        builder.call(builder.inttoptr(arguments[0], kind), [builder.inttoptr(arguments[1], byte)])
-        return context.get_dummy_value()
-
-    return types.none(types.int64, types.int64), generate
-
-
-def _ask_at(_context: Any, _address: Any) -> Any:
-    """``int function()``; of one that returns nothing, anything."""
+def _call_at(_context: Any, _address: Any, given: Any) -> Any:
+    """``int function(*given)`` for numbers and addresses; of one that returns nothing, anything."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        return builder.sext(builder.call(builder.inttoptr(arguments[0], kind), []), ir.IntType(64))
+        word, values = ir.IntType(64), cgutils.unpack_tuple(builder, arguments[1])
+        kind = ir.FunctionType(ir.IntType(32), [word] * len(values)).as_pointer()
+        return builder.sext(builder.call(builder.inttoptr(arguments[0], kind), values), word)
 
-    return types.int64(types.int64), generate
-
-
-def _fork_at(_context: Any, _parallel: Any, _region: Any, _given: Any, _threads: Any) -> Any:
-    """``GOMP_parallel(region, given, threads, 0)``."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, byte, word, word]).as_pointer()
-        parallel, region, given, threads = arguments
-        where = [builder.inttoptr(address, byte) for address in (region, given)]
-        count = builder.trunc(threads, word)
-        builder.call(builder.inttoptr(parallel, kind), [*where, count, ir.Constant(word, 0)])
-        return context.get_dummy_value()
-
-    four = types.none(types.int64, types.int64, types.int64, types.int64)
-    return four, generate
+    return types.int64(types.int64, given), generate
 
 
 _pointer: Any = intrinsic(_pointer_to)
 _call: Any = intrinsic(_call_at)
-_ask: Any = intrinsic(_ask_at)
-_fork: Any = intrinsic(_fork_at)
