@@ -22,7 +22,7 @@ Parameters that the basis covers and the optimizer does not train stay where the
 are projected by the basis restricted to them. Parameters outside the basis are trained freely.
 
 A step costs a few operations on all tensors at once, however many there are, and waits for
-nothing: on a GPU 12 launches beyond the optimizer's own, of which four return at once unless a
+nothing: on a GPU 11 launches beyond the optimizer's own, of which four return at once unless a
 projection has to be repeated. What was removed is computed when it is asked for.
 """
 
@@ -89,7 +89,7 @@ class Protection:
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._rounds = dtypes != {self._dtype}
         self._room: _Room | None = None
-        self._last: tuple[Rows, Tensor, list[Tensor]] | None = None
+        self._last: tuple[Rows, Tensor] | None = None
         self._restricted: tuple[Tensor, Rows] | None = None
 
     def remove(self) -> None:
@@ -100,12 +100,13 @@ class Protection:
     @property
     def removed(self) -> float:
         """The share of the last change's norm that the projection removed; 0 before a step."""
-        if self._last is None:
+        if self._last is None or self._room is None:
             return 0.0
-        rows, weights, change = self._last
+        (rows, weights), room = self._last, self._room
         m = len(weights)
         inside = float(weights @ rows.gram[:m, :m] @ weights) if m else 0.0
-        left = sum(float(piece.double().square().sum()) for piece in change)
+        change = room.change if room.master is not None else room.before - room.change
+        left = float(change.double().square().sum())
         return (inside / (inside + left)) ** 0.5 if inside > 0.0 else 0.0
 
     @property
@@ -139,7 +140,9 @@ class Protection:
             self._room = _Room(self.parameters, self._dtype, self._rounds)
         self._last, room, tensors = None, self._room, list[Tensor](self.parameters)
         torch._foreach_copy_(room.before_parts, tensors)
-        if room.master is not None and room.given is not None:
+        if room.master is None or room.given is None:
+            room.change.copy_(room.before)
+        else:
             # Where the model has what it was given, the copy goes on; else it starts from there.
             torch.where(room.before == room.given, room.master, room.before, out=room.master)
         if not self._gradients:
@@ -173,15 +176,13 @@ class Protection:
             return
         rows, tensors, before = self._rows, list[Tensor](self.parameters), room.before_parts
         if room.master is None:
-            # backwards, before - after: tensors like the room's, however the parameters are strided
-            change = list(torch._foreach_sub(before, tensors))
-            self._last = rows, rows.project_out_(change), change
-            torch._foreach_sub_(before, change)
+            # a projected step of SGD from where it was, along its change: -1 (after - before)
+            self._last = rows, rows.sgd_step_(before, tensors, [], lr=-1.0, weight_decay=-1.0)
             torch._foreach_copy_(tensors, before)
         else:
             torch._foreach_copy_(room.change_parts, tensors)
             room.change.sub_(room.before)
-            self._last = rows, rows.project_out_([room.change]), [room.change]
+            self._last = rows, rows.project_out_([room.change])
             room.master.add_(room.change)
             torch._foreach_copy_(tensors, room.master_parts)
             torch._foreach_copy_(room.given_parts, tensors)
@@ -191,30 +192,30 @@ class _Room:
     """Flat vectors ``(n,)`` for a step, each also as tensors of the parameters' shapes.
 
     Attributes:
-        before: The parameters before the step.
+        before: The parameters before the step, and then after it.
+        change: The parameters before the step; for those that round what is left of its change.
         master: For parameters that round, what they would be if they did not; else ``None``.
         given: For the same, what the model was given of it.
-        change: For the same, what the step did, and then what is left of it.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, rounds: bool
     ) -> None:
         n, device = sum(p.numel() for p in parameters), parameters[0].device
-        flat = [torch.zeros(n, dtype=dtype, device=device) for _ in range(4 if rounds else 1)]
+        flat = [torch.zeros(n, dtype=dtype, device=device) for _ in range(4 if rounds else 2)]
         sizes = [p.numel() for p in parameters]
 
         def parts(vector: Tensor) -> list[Tensor]:
             cut = torch.split(vector, sizes)
             return [piece.view(p.shape) for piece, p in zip(cut, parameters, strict=True)]
 
-        self.before, self.before_parts = flat[0], parts(flat[0])
+        self.before, self.change = flat[:2]
+        self.before_parts, self.change_parts = parts(self.before), parts(self.change)
         self.master: Tensor | None = None
         self.given: Tensor | None = None
         if rounds:
-            self.master, self.given, self.change = flat[1:]
+            self.master, self.given = flat[2:]
             self.master_parts, self.given_parts = parts(self.master), parts(self.given)
-            self.change_parts = parts(self.change)
             torch._foreach_copy_(self.master_parts, [p.detach() for p in parameters])
             self.given.copy_(self.master)
 

@@ -108,7 +108,7 @@ def _eight(rows: Any, i: int, where: Any) -> Any:
 @inlined
 def _width(rows: Any) -> int:
     """Columns of a vector that all rows pass by, eight at a time: a multiple of tiles."""
-    return max(READ // rows.itemsize, TILE)
+    return max(int(READ // rows.itemsize), TILE)
 
 
 @inlined

@@ -320,7 +320,8 @@ def _call_at(_context: Any, _address: Any, given: Any) -> Any:
     """``int function(*given)`` for numbers and addresses; of one that returns nothing, anything."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        word, values = ir.IntType(64), cgutils.unpack_tuple(builder, arguments[1])
+        word = ir.IntType(64)
+        values = cgutils.unpack_tuple(builder, arguments[1])  # type: ignore[no-untyped-call]
         kind = ir.FunctionType(ir.IntType(32), [word] * len(values)).as_pointer()
         return builder.sext(builder.call(builder.inttoptr(arguments[0], kind), values), word)
 
