@@ -9,9 +9,11 @@ import sys
 import pytest
 import torch
 
+from benchmarks.measure import peak_memory
 from curvlab.basis import Basis, DeviceMemory, MappedFile, PinnedHost
 from curvlab.rows import store, tiers
 from curvlab.rows.locked import locked
+from curvlab.rows.sizes import row_bytes
 from curvlab.storage import StorageError
 
 
@@ -113,6 +115,16 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rows_on_a_cpu_are_one_piece_of_memory_that_is_taken_as_they_are_written():
+    basis = Basis(1_000_000, 100)
+    extra = peak_memory(lambda: basis.store.make_room(1), threads=1)
+    assert basis.store.allocated == 100
+    assert extra < 100_000_000  # 400 MB are reserved
+    basis.append(torch.ones(1_000_000))
+    basis.admit(99)
+    assert basis.whole is not None
+
+
 LARGER_THAN_MEMORY = """
 import resource, sys
 import torch
@@ -142,6 +154,9 @@ try:
     Basis(n, rows).reserve(rows)
 except MemoryError:
     print("too large for the memory")
+few = Basis(n, rows)  # room for all of them cannot be reserved, and is not needed yet
+assert few.extend(torch.randn(8, n, generator=generator)).all()
+del few
 basis = Basis(n, rows, tier=MappedFile(folder))
 for _ in range(rows // 8):
     assert basis.extend(torch.randn(8, n, generator=generator)).all()
@@ -213,7 +228,7 @@ def test_memory_that_cannot_be_locked_is_refused_with_a_cure():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_a_slab_of_bytes_holds_rows_and_scales_that_do_not_overlap(dtype):
-    data = torch.zeros(tiers._size(3, 80, dtype), dtype=torch.uint8)
+    data = torch.zeros(3 * row_bytes(80, dtype), dtype=torch.uint8)
     slab = tiers._slab(data, 3, 80, dtype)
     slab.rows.view(torch.uint8).fill_(1)
     if slab.scales is not None:

@@ -11,6 +11,8 @@ import torch
 from curvlab_kernels import _cpu, ops, reference
 from curvlab_kernels._cpu import path, threads
 
+from benchmarks.measure import peak_memory
+
 NARROW = [torch.float16, torch.bfloat16, torch.int8]
 
 
@@ -125,16 +127,18 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(n, dtype, momentum, decay,
 
 @pytest.mark.parametrize(("m", "n"), [(3, 1003), (9, 18_010), (9, 200_003)])
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.05)])
-def test_a_list_has_the_bits_of_its_vector(m, n, momentum, decay, generator):
-    """However a model cuts its parameters, one of them strided; gradients are not changed."""
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_list_has_the_bits_of_its_vector(m, n, momentum, decay, strided, generator):
+    """However a model cuts its parameters, the first of them empty; gradients are not changed."""
     rows, _, _ = stored(m, n, torch.float32, generator)
     values, slopes, buffer = (draw.clone() for draw in torch.randn(3, n, generator=generator))
-    sizes = [n // 2, 7, n // 3]
+    sizes = [0, n // 2, 7, n // 3]
     sizes += [n - sum(sizes)]
 
     def cut(vector):
         parts = [part.clone() for part in vector.split(sizes)]
-        parts[0] = torch.stack([parts[0], parts[0]], 1)[:, 0]  # every second number in memory
+        if strided:
+            parts[1] = torch.stack([parts[1], parts[1]], 1)[:, 0]  # every second number in memory
         return parts
 
     lists, buffers = (cut(values), cut(slopes)), [cut(buffer)] if momentum else []
@@ -148,6 +152,31 @@ def test_a_list_has_the_bits_of_its_vector(m, n, momentum, decay, generator):
         assert torch.equal(torch.cat(buffers[0]), buffer)
     assert torch.equal(removed, _cpu.project_(rows, slopes))
     assert torch.equal(torch.cat(lists[1]), slopes)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_list_of_many_small_tensors_has_the_bits_of_its_vector(dtype, count, generator):
+    """Empty ones among them; tiles, and the columns of a thread, end anywhere inside a tensor."""
+    torch.set_num_threads(count)
+    n = 70_001
+    rows, factor, scales = stored(9, n, dtype, generator)
+    vector = torch.randn(n, generator=generator)
+    sizes = [30_000, 0, 1, 8192, 63, 0, 5, 20_000, 8190, 0]
+    parts = [part.clone() for part in vector.split([*sizes, n - sum(sizes)])]
+    removed = _cpu.project_list_(rows, parts, factor, scales)
+    assert torch.equal(removed, _cpu.project_(rows, vector, factor, scales))
+    assert torch.equal(torch.cat(parts), vector)
+
+
+def test_a_list_is_projected_where_it_lies(generator):
+    pytest.importorskip("numba")
+    parts = list(torch.randn(8, 500_000, generator=generator))
+    rows = torch.zeros(1, 4_000_000)
+    rows[0, :2] = torch.tensor([0.6, 0.8])
+    _cpu.project_list_(rows, parts)  # what is compiled, or imported, is there
+    extra = peak_memory(lambda: _cpu.project_list_(rows, parts), threads=1)
+    assert extra < 0.5 * parts[0].nbytes * len(parts)  # one vector of them would be twice that
 
 
 def _project_in_child(queue, rows, vector):

@@ -92,6 +92,18 @@ WRONG = [
     (lambda r, _: ops.mix_(r, torch.zeros(2, 4).double(), r[:2].float()), TypeError, "one dtype"),
     (lambda _, v: ops.quantise(v.view(1, 50), torch.int16), TypeError, "not stored as"),
     (lambda _, v: ops.norm(v.view(1, 1, 50)), ValueError, "norm needs"),
+    (lambda _, v: ops.norm(v.clone().requires_grad_()), ValueError, r"vector\.detach"),
+    (lambda _, v: ops.norm(v.to("meta")), ValueError, "kernels for cpu and cuda"),
+    (lambda _, v: ops.norm(v.tolist()), TypeError, "vector must be a tensor; got list"),
+    (lambda r, _: ops.quantise(r.clone().requires_grad_(), torch.int8), ValueError, "no_grad"),
+    (lambda r, v: ops.project_(r.numpy(), v), TypeError, "rows must be a tensor; got ndarray"),
+    (lambda r, v: ops.project_(r.clone().requires_grad_(), v), ValueError, r"rows\.detach"),
+    (lambda r, v: ops.project_list_(r, v), TypeError, "tensors must be a list of tensors"),
+    (lambda r, v: ops.sgd_step_(r, [v], [None], [], 0.1), TypeError, "gradients must be a list"),
+    (lambda r, v: ops.apply_(r, [1.0] * 4, v), TypeError, "coefficients must be a tensor"),
+    (lambda r, v: ops.lanczos_step_(r, v, torch.ones(2)), ValueError, "previous_beta is one"),
+    (lambda r, _: ops.mix_(r, torch.tensor(1.0).double(), r[:2]), ValueError, "mixing must be"),
+    (lambda r, _: ops.dequantise(r, None, 65), ValueError, "length 64; got 65"),
 ]
 
 

@@ -21,16 +21,21 @@ STORAGE = [
 ]
 
 
+def look_for_numba_anew():
+    path._choose.cache_clear()
+    path._compiled.cache_clear()
+
+
 @pytest.fixture(params=["reference", "cpu", "cpu without numba"])
 def kernels(request, monkeypatch):
     if request.param == "reference":
         yield reference
         return
-    path.forget()
+    look_for_numba_anew()
     if request.param == "cpu without numba":
         monkeypatch.setitem(sys.modules, "numba", None)  # importing it now raises ImportError
     yield _cpu
-    path.forget()
+    look_for_numba_anew()
 
 
 def stored(m, n, dtype, generator, working=torch.float32):
@@ -198,7 +203,7 @@ def test_the_leak_at_the_size_of_a_vit_is_that_of_rounding(kernels, generator):
 
 
 def test_missing_numba_is_said_once(monkeypatch, caplog):
-    path.forget()
+    look_for_numba_anew()
     monkeypatch.setitem(sys.modules, "numba", None)
     rows, _ = reference.quantise(torch.ones(2, 10), torch.bfloat16)
     with caplog.at_level("INFO", logger="curvlab_kernels._cpu.path"):
@@ -206,11 +211,11 @@ def test_missing_numba_is_said_once(monkeypatch, caplog):
         _cpu.coefficients(rows, torch.ones(10))
     assert [record.message for record in caplog.records if "numba" in record.message] != []
     assert len(caplog.records) == 1
-    path.forget()
+    look_for_numba_anew()
 
 
 def test_narrow_rows_take_the_compiled_loops(monkeypatch, generator):
-    path.forget()
+    look_for_numba_anew()
     compiled = importlib.import_module("curvlab_kernels._cpu.compiled")
     calls = []
     original = compiled.accumulate

@@ -174,8 +174,6 @@ def test_float32_structured_projection_leaks_little():
         rows = learner._factors[0].rows()
         leak = float((rows @ population.gradients[0].double()).norm() / before.double().norm())
         assert leak <= most
-        reported = learner._factors[0].leak(population.gradients[0])
-        assert reported <= 3 * leak * float(before.norm() / population.gradients.norm()) + 1e-6
 
 
 def test_what_ogd_applies_is_a_projector():

@@ -238,6 +238,10 @@ def test_bad_arguments_are_refused_with_the_cure():
     turned = [torch.nn.Parameter(torch.zeros(58, dtype=torch.complex64))]
     with pytest.raises(TypeError, match=r"real float parameters; got torch\.complex64"):
         protect(torch.optim.SGD(turned, 0.1), basis)
+    next(model.parameters()).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"select='\*' takes frozen parameters as well"):
+        protect(optimizer, basis, model)
+    protect(optimizer, basis, model, select="*")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

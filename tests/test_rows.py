@@ -241,6 +241,9 @@ def test_rows_can_be_copied(generator):
     basis = Basis(100, 9, dtype=torch.float16)
     basis.extend(draw(generator, 3, 100, dtype=torch.float32), task="first")
     again = copy.deepcopy(basis)
+    assert again.store.allocated == 3  # nothing of what is reserved for others
+    assert again.whole[0].data_ptr() != basis.whole[0].data_ptr()
+    assert torch.equal(again.rows(), basis.rows())
     again.extend(draw(generator, 2, 100, dtype=torch.float32), task="second")
     assert (basis.size, again.size) == (3, 5)
     assert [segment.task for segment in again.segments] == ["first", "second"]

@@ -28,11 +28,8 @@ class Basis(Rows):
     def segments(self) -> tuple[Segment, ...]:
         """Which rows were added for which task, in order; nothing is known of mixed rows."""
         known = self._segments[-1].stop if self._segments else 0
-        return (
-            self._segments
-            if known == self.size
-            else (*self._segments, Segment("", known, self.size))
-        )
+        rest = () if known == self.size else (Segment("", known, self.size),)
+        return self._segments + rest
 
     @property
     def values(self) -> Tensor:

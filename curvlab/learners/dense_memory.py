@@ -34,13 +34,11 @@ class DenseMemory:
     @property
     def sizes(self) -> list[int]:
         """Directions held for each run."""
+        filled = {s: int(mask.sum()) for s, mask in self._filled.items()}
         return [
-            basis.n if self._everything[s] else basis.size + self._count_filled(s)
+            basis.n if self._everything[s] else basis.size + filled.get(s, 0)
             for s, basis in enumerate(self.bases)
         ]
-
-    def _count_filled(self, s: int) -> int:
-        return int(self._filled[s].sum()) if s in self._filled else 0
 
     @property
     def bytes(self) -> list[int]:

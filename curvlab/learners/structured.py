@@ -12,7 +12,7 @@ built from the factors and used for steps (:data:`FEW`).
 
 ``B`` is found from the Gram matrix ``J J'`` in float64. In float32 steps the removed part is exact
 to about eps times the condition number of the kept part of J (largest over smallest singular value
-kept): 1e-5, where dense orthonormal rows give 1e-7. ``leak`` measures it.
+kept): 1e-5, where dense orthonormal rows give 1e-7.
 """
 
 import math
@@ -129,11 +129,6 @@ class StructuredMemory:
         else:
             products = self._times(gradient)
         self._subtract_(gradient, self._normal(products))
-
-    def leak(self, gradient: Tensor) -> float:
-        """The share of ``gradient`` ``(P,)`` that lies in the memory's span."""
-        exact = gradient.double()
-        return float((self._coefficients.double() @ self._times(exact)).norm() / exact.norm())
 
     def rows(self, at_once: int = 16) -> Tensor:
         """The orthonormal rows ``(r, P)``, dense, float64."""

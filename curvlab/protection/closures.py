@@ -19,11 +19,6 @@ def with_closure(arguments: Any, options: Any, project: Callable[[], None]) -> A
         project()
         return found
 
-    return (
-        ((own, projected, *rest[1:]), options)
-        if rest
-        else (
-            arguments,
-            {**options, "closure": projected},
-        )
-    )
+    if rest:
+        return (own, projected, *rest[1:]), options
+    return arguments, {**options, "closure": projected}

@@ -22,7 +22,7 @@ Parameters that the basis covers and the optimizer does not train stay where the
 are projected by the basis restricted to them. Parameters outside the basis are trained freely.
 
 A step costs a few operations on all tensors at once, however many there are, and waits for
-nothing: on a GPU 13 launches beyond the optimizer's own, of which four return at once unless a
+nothing: on a GPU 11 launches beyond the optimizer's own, of which four return at once unless a
 projection has to be repeated. What was removed is computed when it is asked for.
 """
 
@@ -102,10 +102,11 @@ class Protection:
         """The share of the last change's norm that the projection removed; 0 before a step."""
         if self._last is None or self._room is None:
             return 0.0
-        rows, weights = self._last
+        (rows, weights), room = self._last, self._room
         m = len(weights)
         inside = float(weights @ rows.gram[:m, :m] @ weights) if m else 0.0
-        left = float(self._room.change.double().square().sum())
+        change = room.change if room.master is not None else room.before - room.change
+        left = float(change.double().square().sum())
         return (inside / (inside + left)) ** 0.5 if inside > 0.0 else 0.0
 
     @property
@@ -130,10 +131,6 @@ class Protection:
             part.extend(rows[:, mask])
         return part
 
-    def _project(self, vector: Tensor) -> Tensor:
-        rows = self._rows
-        return rows.project_out_([vector] if rows.space.sharded else vector)
-
     @torch.no_grad()
     def _start(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
         self._look(optimizer)
@@ -141,9 +138,11 @@ class Protection:
             return None
         if self._room is None:
             self._room = _Room(self.parameters, self._dtype, self._rounds)
-        room, tensors = self._room, list[Tensor](self.parameters)
+        self._last, room, tensors = None, self._room, list[Tensor](self.parameters)
         torch._foreach_copy_(room.before_parts, tensors)
-        if room.master is not None and room.given is not None:
+        if room.master is None or room.given is None:
+            room.change.copy_(room.before)
+        else:
             # Where the model has what it was given, the copy goes on; else it starts from there.
             torch.where(room.before == room.given, room.master, room.before, out=room.master)
         if not self._gradients:
@@ -154,21 +153,20 @@ class Protection:
     @torch.no_grad()
     def _project_gradients(self) -> None:
         room = self._room
-        for parameter in self.parameters:
-            if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise ValueError(
-                    "protect: a basis projects all parameters together, and the sparse gradient of "
-                    "an embedding would be dense after it: build the embedding with sparse=False, "
-                    "or pass gradients=False, so that only the step is projected"
-                )
         present = [p.grad for p in self.parameters if p.grad is not None]
+        if any(gradient.layout != torch.strided for gradient in present):
+            raise ValueError(
+                "protect: a basis projects all parameters together, and the sparse gradient of "
+                "an embedding would be dense after it: build the embedding with sparse=False, "
+                "or pass gradients=False, so that only the step is projected"
+            )
         if room is None or len(present) < len(self.parameters):
             return
-        if room.master is None and all(gradient.is_contiguous() for gradient in present):
+        if room.master is None:
             self._rows.project_out_(present)  # as they are
         else:
             torch._foreach_copy_(room.change_parts, present)
-            self._project(room.change)
+            self._rows.project_out_([room.change])
             torch._foreach_copy_(present, room.change_parts)
 
     @torch.no_grad()
@@ -176,14 +174,15 @@ class Protection:
         room = self._room
         if room is None:  # protected in the middle of a step
             return
-        tensors = list[Tensor](self.parameters)
-        torch._foreach_copy_(room.change_parts, tensors)
-        room.change.sub_(room.before)
-        self._last = self._rows, self._project(room.change)
+        rows, tensors, before = self._rows, list[Tensor](self.parameters), room.before_parts
         if room.master is None:
-            torch.add(room.before, room.change, out=room.before)
-            torch._foreach_copy_(tensors, room.before_parts)
+            # a projected step of SGD from where it was, along its change: -1 (after - before)
+            self._last = rows, rows.sgd_step_(before, tensors, [], lr=-1.0, weight_decay=-1.0)
+            torch._foreach_copy_(tensors, before)
         else:
+            torch._foreach_copy_(room.change_parts, tensors)
+            room.change.sub_(room.before)
+            self._last = rows, rows.project_out_([room.change])
             room.master.add_(room.change)
             torch._foreach_copy_(tensors, room.master_parts)
             torch._foreach_copy_(room.given_parts, tensors)
@@ -193,8 +192,8 @@ class _Room:
     """Flat vectors ``(n,)`` for a step, each also as tensors of the parameters' shapes.
 
     Attributes:
-        before: The parameters before the step.
-        change: What the step did to them, and then what is left of it.
+        before: The parameters before the step, and then after it.
+        change: The parameters before the step; for those that round what is left of its change.
         master: For parameters that round, what they would be if they did not; else ``None``.
         given: For the same, what the model was given of it.
     """

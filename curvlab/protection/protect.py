@@ -115,7 +115,8 @@ def _check(basis: Basis, covered: list[nn.Parameter]) -> None:
     if total != basis.n:
         raise ValueError(
             f"the parameters have {total} elements together, the basis covers {basis.n}: pass the "
-            "model= the basis was computed for, with the same select="
+            "model= the basis was computed for, with the same select= (select='*' takes frozen "
+            "parameters as well, if some were frozen after it)"
         )
     for parameter in covered:
         if not parameter.is_floating_point():

@@ -1,19 +1,18 @@
 """Rows applied to a model's gradients: lists of tensors that make one vector together.
 
-On a GPU, where the rows are one piece of memory, the fused kernels read the tensors as they are.
-On a CPU, and for rows in several pieces, in shards or streamed, the work is done on one flat copy,
-which is ``1/size`` of their own bytes.
+Where the rows are one piece of memory, the kernels read the tensors as they are. For rows in
+several pieces, in shards or streamed, the work is done on one flat copy.
 In shards, tensors are whole and the same on every rank of a data-parallel job; the step computes
 its own range of the parameters and gathers the rest.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from curvlab_kernels import ops
 from curvlab_kernels.checks import WORKING
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from curvlab.rows.projector import Projector
@@ -30,16 +29,6 @@ def project_list_(rows: "Projector", tensors: Sequence[Tensor]) -> Tensor:
     removed = rows.project_out_(held)
     rows.space.give_list(held, tensors)
     return removed
-
-
-def project_gradients_(rows: "Projector", parameters: Iterable[nn.Parameter]) -> Tensor:
-    """See :meth:`Rows.project_gradients_`."""
-    chosen = list(parameters)
-    for parameter in chosen:
-        if parameter.grad is None:  # zero, but its projection need not be
-            parameter.grad = torch.zeros_like(parameter)
-    with torch.no_grad():
-        return project_list_(rows, [p.grad for p in chosen if p.grad is not None])
 
 
 @torch.no_grad()

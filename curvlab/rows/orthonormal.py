@@ -136,25 +136,22 @@ class Rows(Projector):
             Which vectors were kept: bool ``(k,)``.
         """
         with self._lock:  # two threads would write to the same place
-            return self._extend(vectors, least)
-
-    def _extend(self, vectors: Tensor, least: float | None) -> Tensor:
-        self._check(vectors, 2)
-        self.space.check(vectors)
-        rounding = max(least_share(self.dtype), least or 0.0)
-        total = self.space.total if self.space.sharded else None
-        work = vectors.detach().to(self.store.working, copy=True).contiguous()
-        steps.bring_near_(self, work)
-        kept = orthonormalise_with_(self.project_out_, work, self.size, rounding, total)
-        count = int(kept.sum())
-        if self.size + count > self.capacity:
-            raise ValueError(
-                f"{count} new vectors do not fit: {self.size} of {self.capacity} rows are in use. "
-                "Nothing was added; choose a larger capacity, or truncate first"
-            )
-        if count:
-            self._add(work[kept])
-        return kept
+            self._check(vectors, 2)
+            self.space.check(vectors)
+            rounding = max(least_share(self.dtype), least or 0.0)
+            total = self.space.total if self.space.sharded else None
+            work = vectors.detach().to(self.store.working, copy=True).contiguous()
+            steps.bring_near_(self, work)
+            kept = orthonormalise_with_(self.project_out_, work, self.size, rounding, total)
+            count = int(kept.sum())
+            if self.size + count > self.capacity:
+                raise ValueError(
+                    f"{count} new vectors do not fit: {self.size} of {self.capacity} rows are in "
+                    "use. Nothing was added; choose a larger capacity, or truncate first"
+                )
+            if count:
+                self._add(work[kept])
+            return kept
 
     def _add(self, vectors: Tensor) -> None:
         """Store orthonormal ``vectors`` ``(k, width)``; the Gram matrix too, if it is needed."""
@@ -210,9 +207,14 @@ class Rows(Projector):
 
     # A model's gradients
 
+    @torch.no_grad()
     def project_gradients_(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """:meth:`project_out_` on the parameters' ``.grad``; a missing one counts as zeros."""
-        return gradients.project_gradients_(self, parameters)
+        chosen = list(parameters)
+        for parameter in chosen:
+            if parameter.grad is None:  # zero, but its projection need not be
+                parameter.grad = torch.zeros_like(parameter)
+        return self.project_out_([p.grad for p in chosen if p.grad is not None])
 
     def sgd_step_(
         self,

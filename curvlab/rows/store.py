@@ -1,6 +1,7 @@
 """Rows as they are stored: slabs of a tier that grow with what is kept, read in pieces."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from curvlab_kernels import ops
@@ -13,10 +14,11 @@ from curvlab.rows.tiers import Slab, Tier, pieces
 
 Piece = tuple[int, Tensor, Tensor | None]  # index of the first row, rows, scales
 
-# Least memory added at a time. A slab is long enough for the call of a kernel to cost nothing
-# beside reading it, so that rows in several slabs are as fast as in one; and no row is ever copied
-# to grow.
-SLAB_BYTES = 1 << 26
+# Most memory reserved at a time on a CPU, which takes it only where a row is written: a kernel does
+# in one call what is in one piece. Elsewhere it is taken at once, and a slab is long enough for the
+# call of a kernel to cost little beside reading it. No row is ever copied to grow.
+SLAB_BYTES = 1 << 32
+TAKEN = 64  # slabs that are taken at once are so many times smaller
 
 
 class Store:
@@ -118,10 +120,18 @@ class Store:
 
     def make_room(self, count: int) -> None:
         """Memory for ``count`` rows at least; what is there stays where it is."""
-        before = self.allocated
-        if before < count:
-            least = max(count - before, SLAB_BYTES // row_bytes(self.width, self.dtype))
-            self._allocate(min(least, self.capacity - before))
+        before, row = self.allocated, row_bytes(self.width, self.dtype)
+        if before >= count:
+            return
+        lazily = self.tier.resident and self.device.type == "cpu"
+        sizes = [max(count - before, b // row) for b in (SLAB_BYTES, SLAB_BYTES // TAKEN)]
+        large, small = (min(size, self.capacity - before) for size in sizes)
+        try:
+            self._allocate(large if lazily else small)
+        except MemoryError:
+            if not lazily:
+                raise
+            self._allocate(small)  # on a system that counts what is reserved as taken
 
     def make_whole(self, count: int) -> None:
         """Memory for ``count`` rows in one piece, to which the rows in use are copied."""
@@ -141,6 +151,15 @@ class Store:
                 if whole.scales is not None and slab.scales is not None:
                     whole.scales[used] = slab.scales[: used.stop - first]
         self.size = self._size
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle: the rows in use, without what is reserved."""
+        slabs = [(first, slab.head(used)) for first, slab, used in self._in_use()]
+        return {**self.__dict__, "_slabs": slabs, "whole": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.size = self._size  # views of the new rows
 
     def _allocate(self, count: int) -> None:
         first = self.allocated

@@ -18,6 +18,7 @@ from curvlab_kernels.formats import BLOCK, LEVELS
 from torch import Tensor
 
 from curvlab.rows.locked import locked
+from curvlab.rows.sizes import row_bytes
 from curvlab.storage import StorageError
 
 ALIGNMENT = 64  # bytes, of what torch allocates
@@ -30,6 +31,11 @@ class Slab:
 
     rows: Tensor
     scales: Tensor | None
+
+    def head(self, count: int) -> "Slab":
+        """A copy of the first ``count`` rows."""
+        scales = None if self.scales is None else self.scales[:count].clone()
+        return Slab(self.rows[:count].clone(), scales)
 
 
 class Tier(Protocol):
@@ -69,7 +75,7 @@ class PinnedHost:
         if device.type != "cuda":
             return _plain(count, ld, dtype, torch.device("cpu"))
         wait = partial(torch.cuda.synchronize, device)
-        data = locked(_size(count, ld, dtype), torch.cuda.cudart(), wait)  # type: ignore[no-untyped-call]
+        data = locked(count * row_bytes(ld, dtype), torch.cuda.cudart(), wait)  # type: ignore[no-untyped-call]
         return _slab(data, count, ld, dtype)
 
 
@@ -92,7 +98,7 @@ class MappedFile:
         dtype: torch.dtype,
         device: torch.device,  # noqa: ARG002 (every tier has one signature)
     ) -> Slab:
-        data = _mapped(Path(self.folder), _size(count, ld, dtype))
+        data = _mapped(Path(self.folder), count * row_bytes(ld, dtype))
         return _slab(data, count, ld, dtype)
 
 
@@ -163,38 +169,29 @@ def _copy_ahead(slab: Slab, cut: slice, buffer: Slab) -> None:
         buffer.scales[:count].copy_(slab.scales[cut], non_blocking=True)
 
 
-def _zeros(count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _plain(count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Slab:
     """Zeros whose memory is touched, on a CPU, only when a row is written: many never are."""
+    size = count * row_bytes(ld, dtype)
     if device.type != "cpu":
-        return torch.zeros(count, ld, dtype=dtype, device=device)
-    size, extra = count * ld, ALIGNMENT // dtype.itemsize
+        return _slab(torch.zeros(size, dtype=torch.uint8, device=device), count, ld, dtype)
     try:
-        data = torch.from_numpy(np.zeros(size + extra, f"i{dtype.itemsize}"))
+        data = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
     except MemoryError as error:
         raise MemoryError(
-            f"no memory for {count} rows of {ld} elements in {dtype}, "
-            f"{size * dtype.itemsize / 1e9:.1f} GB: keep fewer, store them in a narrower dtype, or "
-            "use MappedFile(folder)"
+            f"no memory for {count} rows of {ld} elements in {dtype}, {size / 1e9:.1f} GB: keep "
+            "fewer, store them in a narrower dtype, or use MappedFile(folder)"
         ) from error
-    start = -data.data_ptr() % ALIGNMENT // dtype.itemsize
-    return data[start : start + size].view(dtype).view(count, ld)
-
-
-def _plain(count: int, ld: int, dtype: torch.dtype, device: torch.device) -> Slab:
-    scales = torch.zeros(count, -(-ld // BLOCK), device=device) if dtype in LEVELS else None
-    return Slab(_zeros(count, ld, dtype, device), scales)
-
-
-def _size(count: int, ld: int, dtype: torch.dtype) -> int:
-    """Bytes of a slab: its rows, then their scales."""
-    return count * (ld * dtype.itemsize + (4 * -(-ld // BLOCK) if dtype in LEVELS else 0))
+    start = -data.data_ptr() % ALIGNMENT
+    return _slab(data[start : start + size], count, ld, dtype)
 
 
 def _slab(data: Tensor, count: int, ld: int, dtype: torch.dtype) -> Slab:
-    """Bytes ``data`` as a slab."""
+    """Bytes ``data`` as a slab: its rows, then their scales."""
     split = count * ld * dtype.itemsize
-    rows = data[:split].view(dtype).view(count, ld)
-    return Slab(rows, data[split:].view(torch.float32).view(count, -1) if dtype in LEVELS else None)
+    rows, scales = data[:split].view(dtype).view(count, ld), None
+    if dtype in LEVELS:
+        scales = data[split:].view(torch.float32).view(count, -(-ld // BLOCK))
+    return Slab(rows, scales)
 
 
 def _mapped(folder: Path, size: int) -> Tensor:

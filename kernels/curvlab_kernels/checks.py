@@ -11,8 +11,23 @@ STORAGE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, *LEVELS)
 WORKING = (torch.float32, torch.float64)
 
 
+def check_tensors(**given: Tensor | None) -> None:
+    """Tensors, where they are not ``None``, that autograd does not watch; by their names."""
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "the kernels have no derivative: call them within torch.no_grad(), or pass "
+                f"{name}.detach()"
+            )
+
+
 def check_basis(rows: Tensor, factor: Tensor | None, scales: Tensor | None) -> None:
     """``rows`` ``(m, ld)``, with the scales their dtype needs and a Gram factor that fits."""
+    check_tensors(rows=rows, factor=factor, scales=scales)
     if rows.dim() != 2 or rows.shape[1] % PADDING or not rows.is_contiguous():
         raise ValueError(
             f"rows must be contiguous, of shape (m, ld) with ld a multiple of {PADDING} (pad with "
@@ -20,8 +35,6 @@ def check_basis(rows: Tensor, factor: Tensor | None, scales: Tensor | None) -> N
         )
     if rows.dtype not in STORAGE:
         raise TypeError(f"rows must be one of {_names(STORAGE)}; got {rows.dtype}")
-    if rows.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"there are kernels for cpu and cuda; rows are on {rows.device}")
     if rows.is_cuda and rows.dtype in LEAST_CAPABILITY:
         check_capability(rows.dtype, torch.cuda.get_device_capability(rows.device))
     m, ld = rows.shape
@@ -59,17 +72,13 @@ def check_capability(dtype: torch.dtype, capability: tuple[int, int]) -> None:
 
 def check_vectors(rows: Tensor, vectors: Tensor) -> None:
     """``vectors`` ``(n,)`` or ``(b, n)`` of a working dtype, on the rows' device, ``n <= ld``."""
+    check_tensors(vectors=vectors)
     if vectors.dim() not in (1, 2) or vectors.shape[-1] > rows.shape[1]:
         raise ValueError(
             f"vectors must be (n,) or (b, n) with n at most the rows' length {rows.shape[1]}; got "
             f"{tuple(vectors.shape)}"
         )
     _check_working(rows, vectors, "vectors")
-    if vectors.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "the kernels have no derivative: call them within torch.no_grad(), or pass "
-            "vectors.detach()"
-        )
 
 
 def check_in_place(vectors: Tensor) -> None:
@@ -83,6 +92,8 @@ def check_in_place(vectors: Tensor) -> None:
 
 def check_list(rows: Tensor, tensors: Sequence[Tensor], name: str) -> None:
     """Tensors of any shapes that together have at most the rows' length."""
+    if not isinstance(tensors, Sequence) or not all(isinstance(t, Tensor) for t in tensors):
+        raise TypeError(f"{name} must be a list of tensors; got {type(tensors).__name__}")
     if not tensors:
         return
     _check_working(rows, tensors[0], f"{name}[0]")
@@ -134,12 +145,13 @@ def check_orthonormal(rows: Tensor, vectors: Tensor, dimensions: int) -> None:
 def check_mixing(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
     """``into`` ``(k, n)`` beside ``rows`` of its own float dtype, ``mixing`` ``(k, m)`` float64."""
     check_basis(rows, None, None)
+    check_tensors(mixing=mixing, into=into)
     if rows.dtype not in WORKING or into.dtype != rows.dtype:
         raise TypeError(
             f"mix_ needs rows and into of one dtype, float32 or float64; got {rows.dtype} and "
             f"{into.dtype}"
         )
-    k = mixing.shape[0]
+    k = len(mixing) if mixing.dim() else 0
     if mixing.shape != (k, rows.shape[0]) or mixing.dtype != torch.float64:
         raise ValueError(
             f"mixing must be float64 of shape (k, {rows.shape[0]}); got {mixing.dtype}, "
@@ -156,6 +168,7 @@ def check_mixing(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
 
 def check_coefficients(rows: Tensor, coefficients: Tensor, lead: torch.Size) -> None:
     """``coefficients`` float64, one per row, for every vector."""
+    check_tensors(coefficients=coefficients)
     needed = (*lead, rows.shape[0])
     if coefficients.shape != needed or coefficients.dtype != torch.float64:
         raise ValueError(

@@ -113,16 +113,9 @@ def sgd_step_(
         checks.check_alike(parameters, momenta, "parameters and momenta")
     elif momentum != 0.0:
         raise ValueError(f"momentum={momentum} needs momenta: one tensor of zeros per parameter")
+    hyper = float(lr), float(weight_decay), float(momentum)
     removed: Tensor = _kernels(rows).sgd_step_(
-        rows,
-        parameters,
-        gradients,
-        momenta,
-        float(lr),
-        float(weight_decay),
-        float(momentum),
-        factor,
-        scales,
+        rows, parameters, gradients, momenta, *hyper, factor, scales
     )
     return removed
 
@@ -146,6 +139,8 @@ def lanczos_step_(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The next Lanczos vector from ``w = A rows[-1]``; alpha, beta, coefficients removed."""
     checks.check_orthonormal(rows, vector, 1)
+    if isinstance(previous_beta, Tensor) and previous_beta.numel() != 1:
+        raise ValueError(f"previous_beta is one number; got {tuple(previous_beta.shape)}")
     needed = 1 if previous_beta is None else 2
     if rows.shape[0] < needed:
         raise ValueError(
@@ -165,6 +160,7 @@ def mix_(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
 
 def norm(vector: Tensor) -> Tensor:
     """Euclidean norm of ``(n,)``, or of every row of ``(b, n)``, accumulated in float64."""
+    checks.check_tensors(vector=vector)
     if vector.dim() not in (1, 2) or vector.dtype not in checks.WORKING:
         raise ValueError(
             f"norm needs float32 or float64 of shape (n,) or (b, n); got {vector.dtype}, "
@@ -176,6 +172,7 @@ def norm(vector: Tensor) -> Tensor:
 
 def quantise(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Store ``vectors`` ``(m, n)`` as padded rows of ``dtype``, with scales where it has them."""
+    checks.check_tensors(vectors=vectors)
     if vectors.dim() != 2 or vectors.dtype not in checks.WORKING:
         raise ValueError(
             f"quantise needs float32 or float64 vectors (m, n); got {vectors.dtype}, "
@@ -190,9 +187,15 @@ def quantise(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
 def dequantise(rows: Tensor, scales: Tensor | None, n: int) -> Tensor:
     """The values of stored rows: ``(m, n)``, float32 (float64 for float64 rows)."""
     checks.check_basis(rows, None, scales)
+    if not isinstance(n, int) or not 0 <= n <= rows.shape[1]:
+        raise ValueError(
+            f"n must be a whole number up to the rows' length {rows.shape[1]}; got {n}"
+        )
     result: Tensor = _kernels(rows).dequantise(rows, scales, n)
     return result
 
 
 def _kernels(tensor: Tensor) -> ModuleType:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"there are kernels for cpu and cuda; the tensors are on {tensor.device}")
     return backend(tensor.device.type)

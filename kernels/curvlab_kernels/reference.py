@@ -19,6 +19,7 @@ from torch import Tensor
 from curvlab_kernels.algebra import mostly_removed, passes, solve
 from curvlab_kernels.block import gram, norm, normalise_, orthonormalise_with_
 from curvlab_kernels.formats import CHUNK, dequantise, expand_scales, padded, quantise
+from curvlab_kernels.lists import flat, parts
 
 __all__ = [
     "apply_",
@@ -80,9 +81,9 @@ def project_list_(
     scales: Tensor | None = None,
 ) -> Tensor:
     """:func:`project_` on tensors of any shapes, seen as one vector in their order, in place."""
-    flat = _flat(tensors)
-    removed = project_(rows, flat, factor, scales)
-    _scatter(flat, tensors)
+    vector = flat(tensors)
+    removed = project_(rows, vector, factor, scales)
+    torch._foreach_copy_(list(tensors), parts(vector, tensors))
     return removed
 
 
@@ -111,12 +112,13 @@ def sgd_step_(
     Returns:
         The coefficients removed from ``g + wd p``: shape ``(m,)``, float64.
     """
-    step = _flat(gradients).double() + weight_decay * _flat(parameters).double()
+    step = flat(gradients).double() + weight_decay * flat(parameters).double()
     removed = project_(rows, step, factor, scales)
     if momenta:
-        step += momentum * _flat(momenta).double()
-        _scatter(step, momenta)
-    _scatter(_flat(parameters).double() - lr * step, parameters)
+        step += momentum * flat(momenta).double()
+        torch._foreach_copy_(list(momenta), parts(step, momenta))
+    moved = flat(parameters).double() - lr * step
+    torch._foreach_copy_(list(parameters), parts(moved, parameters))
     return removed
 
 
@@ -220,12 +222,3 @@ def _chunks(n: int) -> Iterator[slice]:
 def _values(rows: Tensor, scales: Tensor | None, columns: slice) -> Tensor:
     values = rows[:, columns].double()
     return values if scales is None else values * expand_scales(scales, columns)
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for piece, tensor in zip(torch.split(flat, [t.numel() for t in tensors]), tensors, strict=True):
-        tensor.copy_(piece.view(tensor.shape))

@@ -34,7 +34,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-TILE = 8192  # columns: the vector's tile stays in the first-level cache while the rows pass by
+TILE = 8192  # columns summed in the vector's dtype
+READ = 1 << 15  # bytes of a row that are read in order before the next rows' turn
 BLOCK = 64  # columns that share a scale
 # Sums may be reassociated (they have to be, to use vector units); NaN and infinity stay as they
 # are, because a diverged gradient must show.
@@ -94,43 +95,48 @@ value: Any = intrinsic(_value)
 
 
 @inlined
-def _accumulate(rows: Any, scales: Any, vector: Any, sums: Any, start: int, stop: int) -> None:
-    """``sums[:m] += M[:, start:stop] @ vector[start:stop]``.
+def _eight(rows: Any, i: int, where: Any) -> Any:
+    """``where`` of rows ``i`` to ``i + 7``; the last row stands in for those that are missing."""
+    last = rows.shape[0] - 1
+    return (
+        rows[i, where], rows[min(i + 1, last), where], rows[min(i + 2, last), where],
+        rows[min(i + 3, last), where], rows[min(i + 4, last), where], rows[min(i + 5, last), where],
+        rows[min(i + 6, last), where], rows[min(i + 7, last), where],
+    )  # fmt: skip
+
+
+@inlined
+def _width(rows: Any) -> int:
+    """Columns of a vector that all rows pass by, eight at a time: a multiple of tiles."""
+    return max(int(READ // rows.itemsize), TILE)
+
+
+@inlined
+def _accumulate(rows: Any, scales: Any, span: Any, sums: Any, start: int) -> None:
+    """``sums[:m] += M[:, start : start + s] @ span``, ``span`` ``(s,)`` of a vector.
 
     ``scales`` is ``None`` where the dtype has none. Sums have the vector's dtype within a tile, or
     a block that shares a scale, and are float64 across tiles.
     """
-    m = rows.shape[0]
-    last = m - 1
-    found = np.zeros(8, np.float64)
-    zero = vector.dtype.type(0)
-    for low in range(start, stop, TILE):
-        high = min(low + TILE, stop)
-        part = vector[low:high]
-        for i in range(0, m, 8):
-            row0 = rows[i, low:high]
-            row1 = rows[min(i + 1, last), low:high]
-            row2 = rows[min(i + 2, last), low:high]
-            row3 = rows[min(i + 3, last), low:high]
-            row4 = rows[min(i + 4, last), low:high]
-            row5 = rows[min(i + 5, last), low:high]
-            row6 = rows[min(i + 6, last), low:high]
-            row7 = rows[min(i + 7, last), low:high]
+    m, found, zero = rows.shape[0], np.zeros(8, np.float64), span.dtype.type(0)
+    for i in range(0, m, 8):
+        for low in range(0, span.shape[0], TILE):
+            high = min(low + TILE, span.shape[0])
             sum0, sum1, sum2, sum3 = zero, zero, zero, zero
             sum4, sum5, sum6, sum7 = zero, zero, zero, zero
             # A tile is one piece, or, with scales, cut where the basis' blocks of columns end.
-            begin = 0
-            while begin < part.shape[0]:
-                end = part.shape[0]
+            begin = low
+            while begin < high:
+                end = high
                 if scales is not None:
-                    end = min(begin + BLOCK - (low + begin) % BLOCK, end)
+                    end = min(begin + BLOCK - (start + begin) % BLOCK, end)
                 part0, part1, part2, part3 = zero, zero, zero, zero
                 part4, part5, part6, part7 = zero, zero, zero, zero
                 # A slice of each for the block: with an offset in the index it does not vectorise.
-                line = part[begin:end]
-                line0, line1, line2 = row0[begin:end], row1[begin:end], row2[begin:end]
-                line3, line4, line5 = row3[begin:end], row4[begin:end], row5[begin:end]
-                line6, line7 = row6[begin:end], row7[begin:end]
+                line = span[begin:end]
+                line0, line1, line2, line3, line4, line5, line6, line7 = _eight(
+                    rows, i, slice(start + begin, start + end)
+                )
                 for j in range(line.shape[0]):
                     element = line[j]
                     part0 += value(line0[j]) * element
@@ -145,15 +151,15 @@ def _accumulate(rows: Any, scales: Any, vector: Any, sums: Any, start: int, stop
                     sum0, sum1, sum2, sum3 = part0, part1, part2, part3
                     sum4, sum5, sum6, sum7 = part4, part5, part6, part7
                 else:
-                    block = (low + begin) // BLOCK
-                    sum0 += part0 * scales[i, block]
-                    sum1 += part1 * scales[min(i + 1, last), block]
-                    sum2 += part2 * scales[min(i + 2, last), block]
-                    sum3 += part3 * scales[min(i + 3, last), block]
-                    sum4 += part4 * scales[min(i + 4, last), block]
-                    sum5 += part5 * scales[min(i + 5, last), block]
-                    sum6 += part6 * scales[min(i + 6, last), block]
-                    sum7 += part7 * scales[min(i + 7, last), block]
+                    s0, s1, s2, s3, s4, s5, s6, s7 = _eight(scales, i, (start + begin) // BLOCK)
+                    sum0 += part0 * s0
+                    sum1 += part1 * s1
+                    sum2 += part2 * s2
+                    sum3 += part3 * s3
+                    sum4 += part4 * s4
+                    sum5 += part5 * s5
+                    sum6 += part6 * s6
+                    sum7 += part7 * s7
                 begin = end
             found[0], found[1], found[2], found[3] = sum0, sum1, sum2, sum3
             found[4], found[5], found[6], found[7] = sum4, sum5, sum6, sum7
@@ -162,51 +168,31 @@ def _accumulate(rows: Any, scales: Any, vector: Any, sums: Any, start: int, stop
 
 
 @inlined
-def _subtract(rows: Any, scales: Any, weights: Any, vector: Any, start: int, stop: int) -> None:
-    """``vector[start:stop] -= weights @ M[:, start:stop]``.
+def _subtract(rows: Any, scales: Any, weights: Any, span: Any, start: int) -> None:
+    """``span -= weights @ M[:, start : start + s]``, ``span`` ``(s,)`` of a vector.
 
     ``weights`` ``(m,)`` are rounded to the vector's dtype.
     """
-    m = rows.shape[0]
-    last = m - 1
-    w = np.zeros(8, vector.dtype)
-    # Backwards: the tiles that were read last for the products are still in a cache.
-    for tile in range((stop - start - 1) // TILE, -1, -1):
-        low = start + tile * TILE
-        high = min(low + TILE, stop)
-        part = vector[low:high]
-        for i in range(0, m, 8):
-            for k in range(8):
-                w[k] = weights[i + k] if i + k < m else 0.0
-            row0 = rows[i, low:high]
-            row1 = rows[min(i + 1, last), low:high]
-            row2 = rows[min(i + 2, last), low:high]
-            row3 = rows[min(i + 3, last), low:high]
-            row4 = rows[min(i + 4, last), low:high]
-            row5 = rows[min(i + 5, last), low:high]
-            row6 = rows[min(i + 6, last), low:high]
-            row7 = rows[min(i + 7, last), low:high]
-            begin = 0
-            while begin < part.shape[0]:
-                end = part.shape[0]
+    m, w = rows.shape[0], np.zeros(8, span.dtype)
+    for i in range(0, m, 8):
+        for k in range(8):
+            w[k] = weights[i + k] if i + k < m else 0.0
+        for low in range(0, span.shape[0], TILE):
+            high = min(low + TILE, span.shape[0])
+            begin = low
+            while begin < high:
+                end = high
                 w0, w1, w2, w3 = w[0], w[1], w[2], w[3]
                 w4, w5, w6, w7 = w[4], w[5], w[6], w[7]
                 if scales is not None:
-                    end = min(begin + BLOCK - (low + begin) % BLOCK, end)
-                    block = (low + begin) // BLOCK
-                    w0 *= scales[i, block]
-                    w1 *= scales[min(i + 1, last), block]
-                    w2 *= scales[min(i + 2, last), block]
-                    w3 *= scales[min(i + 3, last), block]
-                    w4 *= scales[min(i + 4, last), block]
-                    w5 *= scales[min(i + 5, last), block]
-                    w6 *= scales[min(i + 6, last), block]
-                    w7 *= scales[min(i + 7, last), block]
-                # A slice of each for the block: with an offset in the index it does not vectorise.
-                line = part[begin:end]
-                line0, line1, line2 = row0[begin:end], row1[begin:end], row2[begin:end]
-                line3, line4, line5 = row3[begin:end], row4[begin:end], row5[begin:end]
-                line6, line7 = row6[begin:end], row7[begin:end]
+                    end = min(begin + BLOCK - (start + begin) % BLOCK, end)
+                    s0, s1, s2, s3, s4, s5, s6, s7 = _eight(scales, i, (start + begin) // BLOCK)
+                    w0, w1, w2, w3 = w0 * s0, w1 * s1, w2 * s2, w3 * s3
+                    w4, w5, w6, w7 = w4 * s4, w5 * s5, w6 * s6, w7 * s7
+                line = span[begin:end]
+                line0, line1, line2, line3, line4, line5, line6, line7 = _eight(
+                    rows, i, slice(start + begin, start + end)
+                )
                 for j in range(line.shape[0]):
                     upper = (value(line0[j]) * w0 + value(line1[j]) * w1) + (
                         value(line2[j]) * w2 + value(line3[j]) * w3
@@ -216,6 +202,15 @@ def _subtract(rows: Any, scales: Any, weights: Any, vector: Any, start: int, sto
                     )
                     line[j] -= upper + lower
                 begin = end
+
+
+@inlined
+def _subtract_all(rows: Any, scales: Any, weights: Any, vector: Any, start: int, stop: int) -> None:
+    """``vector[start:stop] -= weights @ M[:, start:stop]``."""
+    width = _width(rows)
+    # Backwards: what was read last for the products is still in a cache.
+    for low in range(start + (stop - start - 1) // width * width, start - 1, -width):
+        _subtract(rows, scales, weights, vector[low : min(low + width, stop)], low)
 
 
 @inlined
@@ -230,11 +225,10 @@ def _square(vector: Any, start: int, stop: int) -> Any:
 
 
 @inlined
-def _add_tile_square(vector: Any, sums: Any, at: int, start: int, stop: int) -> None:
+def _add_tile_squares(span: Any, sums: Any, at: int) -> None:
     """``sums[at] +=`` the sum of squares, within a tile in the vector's dtype."""
-    for low in range(start, stop, TILE):
-        part = vector[low : min(low + TILE, stop)]
-        found = vector.dtype.type(0)
+    for low in range(0, span.shape[0], TILE):
+        part, found = span[low : min(low + TILE, span.shape[0])], span.dtype.type(0)
         for j in range(part.shape[0]):
             found += part[j] * part[j]
         sums[at] += found
@@ -245,10 +239,11 @@ def accumulate(
     rows: Any, scales: Any, _w: Any, vector: Any, sums: Any, start: int, stop: int
 ) -> None:
     """``sums[:m] += M g``, ``sums[m] += ||g||^2``."""
-    for low in range(start, stop, TILE):
-        high = min(low + TILE, stop)
-        _accumulate(rows, scales, vector, sums, low, high)
-        _add_tile_square(vector, sums, rows.shape[0], low, high)  # while it is in the cache
+    width = _width(rows)
+    for low in range(start, stop, width):
+        span = vector[low : min(low + width, stop)]
+        _accumulate(rows, scales, span, sums, low)
+        _add_tile_squares(span, sums, rows.shape[0])  # while it is in a cache
 
 
 @compiled
@@ -256,7 +251,7 @@ def subtract(
     rows: Any, scales: Any, weights: Any, vector: Any, _s: Any, start: int, stop: int
 ) -> None:
     """``g -= M' c``."""
-    _subtract(rows, scales, weights, vector, start, stop)
+    _subtract_all(rows, scales, weights, vector, start, stop)
 
 
 @compiled
@@ -266,9 +261,9 @@ def subtract_and_accumulate(
     """``g -= M' c``, then ``sums[:m] += M g``: the second finds the rows in the cache."""
     width = max(RESIDENT // rows.shape[0], 1024)
     for low in range(start, stop, width):
-        high = min(low + width, stop)
-        _subtract(rows, scales, weights, vector, low, high)
-        _accumulate(rows, scales, vector, sums, low, high)
+        span = vector[low : min(low + width, stop)]
+        _subtract(rows, scales, weights, span, low)
+        _accumulate(rows, scales, span, sums, low)
 
 
 @compiled
@@ -278,7 +273,7 @@ def subtract_and_square(
     """``g -= M' c``, then ``sums[0] += ||g||^2``, a tile after the other."""
     for low in range(start, stop, TILE):
         high = min(low + TILE, stop)
-        _subtract(rows, scales, weights, vector, low, high)
+        _subtract(rows, scales, weights, vector[low:high], low)
         sums[0] += _square(vector, low, high)
 
 
@@ -325,7 +320,7 @@ def _recur(rows: Any, weights: Any, vector: Any, sums: Any, start: int, stop: in
         for j in range(part.shape[0]):
             part[j] -= beta * one[j] + alpha * other[j]
         sums[m] += _square(vector, low, high)
-        _accumulate(rows, None, vector, sums, low, high)
+        _accumulate(rows, None, part, sums, low)
 
 
 @compiled
@@ -356,7 +351,7 @@ def lanczos_step_alone(rows: Any, weights: Any, vector: Any, sums: Any, toleranc
     weights[1] = sums[m + 2]
     sums[m + 2] = weights[1]  # as the vector's dtype has it
     _recur(rows, weights, vector, sums, 0, n)
-    _subtract(rows, None, sums, vector, 0, n)
+    _subtract_all(rows, None, sums, vector, 0, n)
     sums[m + 3] = _square(vector, 0, n)
     passed, before, after = sums[m], sums[m + 1], sums[m + 3]
     if after >= 0.5 * passed and after > tolerance * tolerance * before:

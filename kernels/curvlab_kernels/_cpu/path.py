@@ -8,7 +8,7 @@ threads as torch uses; a whole operation on one vector is a single call, by a te
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -47,11 +47,15 @@ class Path:
     width: int = 0
 
 
-def choose(rows: Tensor, vectors: Tensor) -> Path:
-    """For ``m`` rows and ``vectors`` ``(n,)`` or ``(b, n)``."""
-    # A block of vectors reuses every converted element b times: a matrix product wins there.
-    n = vectors.shape[0] if vectors.dim() == 1 and vectors.is_contiguous() else 0
-    return _choose(rows.dtype, rows.shape[0], vectors.dtype, n, torch.get_num_threads())
+def choose(rows: Tensor, vectors: Tensor | Sequence[Tensor]) -> Path:
+    """For ``m`` rows and ``vectors`` ``(n,)`` or ``(b, n)``, or tensors that are one vector."""
+    if isinstance(vectors, Tensor):
+        # A block of vectors reuses every converted element b times: a matrix product wins there.
+        n = vectors.shape[0] if vectors.dim() == 1 and vectors.is_contiguous() else 0
+        dtype = vectors.dtype
+    else:
+        n, dtype = sum([tensor.numel() for tensor in vectors]), vectors[0].dtype
+    return _choose(rows.dtype, rows.shape[0], dtype, n, torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=4096)  # a training step asks the same questions again and again
@@ -88,12 +92,6 @@ def _compiled() -> ModuleType | None:
         )
         return None
     return importlib.import_module("curvlab_kernels._cpu.compiled")
-
-
-def forget() -> None:
-    """Look for numba anew in the next call."""
-    _choose.cache_clear()
-    _compiled.cache_clear()
 
 
 def spread(

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from curvlab_kernels._cpu.lists import gathered, scatter
 from curvlab_kernels._cpu.path import arrays, choose, spread
 from curvlab_kernels.algebra import mostly_removed, passes, solve
 from curvlab_kernels.formats import BLOCK, expand_scales
+from curvlab_kernels.lists import all_contiguous, flat, parts
 
 SUMMED = 1 << 13  # columns that torch sums in the rows' dtype: not all libraries sum in pairs
 CONVERTED = 1 << 18  # elements converted at a time: one megabyte of float32 stays in the cache
@@ -35,7 +35,7 @@ def project_(
     """See :func:`curvlab_kernels.reference.project_`."""
     path = choose(rows, vectors)
     if path.team is not None:
-        team: Tensor = path.team.run(path, rows, scales, factor, vectors)
+        team: Tensor = path.team.run(path, rows, scales, factor, (vectors,))
         return team
     return passes(lambda: project_once_(rows, vectors, factor, scales))
 
@@ -73,9 +73,15 @@ def project_list_(
     scales: Tensor | None = None,
 ) -> Tensor:
     """See :func:`curvlab_kernels.reference.project_list_`."""
-    vector = gathered(tensors, rows)
+    if not tensors:
+        return torch.zeros(rows.shape[0], dtype=torch.float64)
+    path = choose(rows, tensors)
+    if path.team is not None and all_contiguous(tensors):
+        team: Tensor = path.team.run(path, rows, scales, factor, tensors)
+        return team
+    vector = flat(tensors)
     removed = project_(rows, vector, factor, scales)
-    scatter(vector, tensors)
+    torch._foreach_copy_(list(tensors), parts(vector, tensors))
     return removed
 
 

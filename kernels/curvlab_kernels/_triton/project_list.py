@@ -5,12 +5,14 @@ Bytes and launches are those of a flat vector; nothing is copied. See
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from curvlab_kernels._triton.apply import Found
 from curvlab_kernels._triton.combination import combination, judged
 from curvlab_kernels._triton.dots import (
     FEW,
@@ -76,43 +78,57 @@ def project_list_once_(
     """One pass over the list, as ``project_once_`` is one over a vector."""
     unless = None if before is None else before.enough
     partials = list_partials(rows, scales, where, example, 1, 0.0, unless, factor is not None)
-    weights, removed, products, chunks = finished(partials, factor, before)
-    enough = undecided(1, INSIDE, rows.device)
-    chosen = tile("sum short" if where.n <= SHORT else "sum", rows, work_dtype(example, rows))
+    found, enough = finished(partials, factor, before), undecided(1, INSIDE, rows.device)
+    skipped = (partials, partials, 0.0) if unless is None else unless
+    decided = enough.before, enough.after
+    launch_list(
+        list_apply_kernel, rows, scales, where, example, found, *skipped, found.products, *decided
+    )
+    return Pass(found.removed.view(-1), enough)
+
+
+def launch_list(
+    kernel: Any,
+    rows: Tensor,
+    scales: Tensor | None,
+    where: Segments,
+    example: Tensor,
+    found: Found,
+    *given: Any,
+    **constants: Any,
+) -> None:
+    """Launch what removes ``found`` from lists, with arguments of the kernel's own in between."""
+    work, short = work_dtype(example, rows), where.n <= SHORT
+    chosen = tile("sum short" if short else "sum", rows, work)
     tiles = -(-where.n // chosen.columns)
     launch(
-        list_apply_kernel,
+        kernel,
         tiles,
         rows,
         rows if scales is None else scales,
-        weights,
-        removed,
+        found.weights,
+        found.removed,
         where.table,
         where.index,
-        partials if unless is None else unless.before,
-        partials if unless is None else unless.after,
-        0.0 if unless is None else unless.share,
-        products,
-        enough.before,
-        enough.after,
+        *given,
         rows.shape[0],
         where.n,
         rows.shape[1] // 16,
         0 if scales is None else scales.shape[1],
-        chunks,
+        found.chunks,
         tiles,
         tile=chosen,
         ROWS=chosen.rows,
         BLOCK=chosen.columns,
         WINDOW=WINDOW,
-        CHUNKS=FEW if chunks else 0,
+        CHUNKS=FEW if found.chunks else 0,
         SCALED=scales is not None,
-        SPLIT=where.n <= SHORT,
+        SPLIT=short,
         ELEMENT=ELEMENTS[example.dtype],
-        WORK=work_dtype(example, rows),
+        WORK=work,
         reaches=where.tensors,
+        **constants,
     )
-    return Pass(removed.view(-1), enough)
 
 
 def list_partials(

@@ -15,16 +15,13 @@ from torch import Tensor
 
 from curvlab_kernels._triton.combination import judged
 from curvlab_kernels._triton.dots import (
-    FEW,
     mostly_left,
     partial_coefficients,
     undecided,
 )
-from curvlab_kernels._triton.launch import launch
 from curvlab_kernels._triton.project import Pass, finished
-from curvlab_kernels._triton.project_list import ELEMENTS, list_combination, list_partials
+from curvlab_kernels._triton.project_list import launch_list, list_combination, list_partials
 from curvlab_kernels._triton.segments import (
-    WINDOW,
     Segments,
     contiguous,
     elements,
@@ -32,7 +29,6 @@ from curvlab_kernels._triton.segments import (
     segment,
     segments,
 )
-from curvlab_kernels._triton.shapes import SHORT, tile
 from curvlab_kernels._triton.tiles import work_dtype
 from curvlab_kernels.algebra import INSIDE
 
@@ -96,54 +92,29 @@ class Step:
         lists: int,
         numbers: tuple[float, float, float],
     ) -> None:
-        self.rows, self.scales, self.where = rows, scales, where
-        self.element, self.work = ELEMENTS[example.dtype], work_dtype(example, rows)
-        self.lists, self.numbers = lists, numbers
+        self.of, self.lists, self.numbers = (rows, scales, where, example), lists, numbers
         self.rest = example.new_empty(where.n if len(rows) else 1)
         self.enough = undecided(1, INSIDE, rows.device)
 
     def take(self, partials: Tensor, factor: Tensor | None, before: Pass | None = None) -> Tensor:
         """One launch; returns the coefficients removed ``(m,)``, with those of the pass before."""
-        rows, scales, where = self.rows, self.scales, self.where
-        weights, removed, products, chunks = finished(partials, factor, before)
-        chosen = tile("sum short" if where.n <= SHORT else "sum", rows, self.work)
-        tiles = -(-where.n // chosen.columns)
-        launch(
+        found = finished(partials, factor, before)
+        share = 0.0 if before is None else before.enough.share
+        launch_list(
             sgd_kernel,
-            tiles,
-            rows,
-            rows if scales is None else scales,
-            weights,
-            removed,
-            where.table,
-            where.index,
+            *self.of,
+            found,
             self.enough.before,
             self.enough.after,
-            0.0 if before is None else before.enough.share,
+            share,
             INSIDE,
-            products,
+            found.products,
             self.rest,
             *self.numbers,
-            rows.shape[0],
-            where.n,
-            rows.shape[1] // 16,
-            0 if scales is None else scales.shape[1],
-            chunks,
-            tiles,
-            tile=chosen,
-            ROWS=chosen.rows,
-            BLOCK=chosen.columns,
-            WINDOW=WINDOW,
             LISTS=self.lists,
-            CHUNKS=FEW if chunks else 0,
             DECAY=self.numbers[1] != 0.0,
-            SCALED=scales is not None,
-            SPLIT=where.n <= SHORT,
-            ELEMENT=self.element,
-            WORK=self.work,
-            reaches=where.tensors,
         )
-        return removed.view(-1)
+        return found.removed.view(-1)
 
 
 @triton.jit(
