@@ -78,6 +78,7 @@ def _common() -> dict[Use, Tile]:
     tiles[Use("list", 1, 4)] = Tile(8, 512, 1)
     tiles[Use("sum", 1, 4)] = Tile(4, 512, 1, 128)
     tiles[Use("list", 8, 8)], tiles[Use("sums", 8, 8)] = Tile(16, 128, 4, 160), Tile(8, 256, 4, 200)
+    tiles[Use("dot short", 8, 8)] = Tile(8, 128, 4, 128)
     return tiles
 
 

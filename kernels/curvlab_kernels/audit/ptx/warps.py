@@ -1,69 +1,22 @@
-"""Instructions that the lanes of a warp execute together: shuffles and matrices."""
+"""Instructions that the lanes of a warp execute together: shuffles, barriers, reductions."""
+
+from collections.abc import Callable
+from functools import partial
+from functools import reduce as reduce_columns
 
 import numpy as np
 
-from curvlab_kernels.audit.ptx.arithmetic import only
 from curvlab_kernels.audit.ptx.machine import (
     WARP,
     Machine,
     Mask,
     Step,
-    addresses,
-    listed,
     reader,
     writer,
 )
-from curvlab_kernels.audit.ptx.numbers import UNSIGNED, Array
+from curvlab_kernels.audit.ptx.numbers import Array, larger, smaller
 from curvlab_kernels.audit.ptx.program import Instruction, Program
 from curvlab_kernels.audit.ptx.report import Fault
-
-
-def matrix(program: Program, instruction: Instruction) -> Step:
-    """``ldmatrix`` and ``stmatrix``: 8x8 matrices of 16-bit elements, one row's address per lane.
-
-    Lane ``l`` holds elements ``2 (l % 4)`` and the next of row ``l / 4``, of the transpose with
-    ``trans``.
-    """
-    parts, loads = instruction.parts, instruction.parts[0] == "ldmatrix"
-    known = {"sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "cta"}
-    only(instruction, known, ("b16",))
-    registers, address = instruction.operands if loads else instruction.operands[::-1]
-    names = listed(registers)
-    if f"x{len(names)}" not in parts:
-        raise instruction.unknown("has another number of registers than its opcode says")
-    where = addresses(program, address)
-    crossed = "trans" in parts
-    lane = np.arange(WARP)
-    puts = [writer(program, name) for name in names] if loads else []
-    gets = [] if loads else [reader(program, name, "b32") for name in names]
-
-    def run(machine: Machine, mask: Mask) -> None:
-        active = machine.whole_warps(mask, instruction)
-        at = machine.spread(where(machine)).reshape(-1, WARP)
-        shared, block, stamp = machine.shared, machine.block[active], machine.stamp(active)
-        for index in range(len(names)):
-            rows = at[:, 8 * index : 8 * index + 8]
-            if crossed:
-                places = [rows[:, 2 * (lane % 4) + e] + 2 * (lane // 4) for e in (0, 1)]
-            else:
-                places = [rows[:, lane // 4] + 4 * (lane % 4)]
-            width = 4 // len(places)
-            spots = [
-                shared.place(each.reshape(-1)[active], block, width, instruction) for each in places
-            ]
-            if loads:
-                found = [shared.load(spot, width, stamp, instruction) for spot in spots]
-                pairs = np.stack(found, axis=1).reshape(-1).view(np.uint32)
-                whole = np.zeros(machine.lanes, np.uint32)
-                whole[active] = pairs
-                puts[index](machine, whole, mask)
-            else:
-                values = machine.spread(gets[index](machine))[active]
-                halves = np.ascontiguousarray(values).view(UNSIGNED[width])
-                for e, spot in enumerate(spots):
-                    shared.store(spot, halves[e :: len(spots)], stamp, instruction)
-
-    return run
 
 
 def shuffle(program: Program, instruction: Instruction) -> Step:
@@ -137,7 +90,7 @@ def warp_barrier(program: Program, instruction: Instruction) -> Step:
     return run
 
 
-_REDUCE: dict[str, np.ufunc] = {
+_REDUCE: dict[str, Callable[[Array, Array], Array]] = {
     "add": np.add,
     "min": np.minimum,
     "max": np.maximum,
@@ -147,12 +100,10 @@ _REDUCE: dict[str, np.ufunc] = {
 }
 
 
-# Of floats NaN loses, or with ``NaN`` wins.
-_REDUCE_FLOATS: dict[tuple[str, ...], np.ufunc] = {
-    ("min",): np.fmin,
-    ("max",): np.fmax,
-    ("min", "NaN"): np.minimum,
-    ("max", "NaN"): np.maximum,
+_REDUCE_FLOATS: dict[tuple[str, ...], Callable[[Array, Array], Array]] = {
+    (name, *nan): partial(function, keep=bool(nan))
+    for name, function in (("min", smaller), ("max", larger))
+    for nan in ((), ("NaN",))
 }
 
 
@@ -175,7 +126,7 @@ def reduce(program: Program, instruction: Instruction) -> Step:
         machine.whole_warps(mask, instruction)  # a part of a warp would need its own total
         _check_members(machine, mask, machine.spread(named(machine)), instruction)
         values = machine.spread(read(machine)).reshape(-1, WARP)
-        totals = function.reduce(values, axis=1, dtype=values.dtype)
+        totals = reduce_columns(function, values.T)
         write(machine, np.repeat(totals, WARP), mask)
 
     return run
