@@ -376,6 +376,30 @@ def test_packed_halves_compare_and_take_the_smaller():
     assert np.array_equal(flags.reshape(-1, 2)[:, 0] == 1, np.isnan(a) | np.isnan(b))
 
 
+def test_a_minimum_of_magnitudes_may_have_the_sign_of_the_product():
+    a, b = floats(np.float32, 1), floats(np.float32, 2)
+    actual = lanewise("min.xorsign.abs.f32 {0}, {1}, {2};", "f32 f32 f32", a, b)
+    least = np.minimum(np.abs(a), np.abs(b))
+    wanted = np.where(np.signbit(a) != np.signbit(b), -least, least)
+    assert np.array_equal(actual.view(np.uint32), wanted.view(np.uint32))
+
+
+def test_packed_halves_set_two_predicates():
+    a, b = floats(np.float16, 1), floats(np.float16, 2)
+    a[4] = np.nan
+    pairs = [np.stack([x, x[::-1]], axis=1).reshape(-1).view(np.uint32) for x in (a, b)]
+    for pick in ("%p1", "%p2"):
+        text = f"setp.lt.f16x2 %p1|%p2, {{1}}, {{2}}; selp.b32 {{0}}, 1, 0, {pick};"
+        holds = lanewise(text, "u32 u32 u32", *pairs) == 1
+        assert np.array_equal(holds if pick == "%p1" else holds[::-1], a < b)
+
+
+def test_a_sign_is_copied_from_the_first_operand():
+    a, b = floats(np.float32, 1), floats(np.float32, 2)
+    actual = lanewise("copysign.f32 {0}, {1}, {2};", "f32 f32 f32", a, b)
+    assert np.array_equal(actual.view(np.uint32), np.copysign(b, a).view(np.uint32))
+
+
 def test_floats_convert_as_torch_converts_them():
     values = floats(np.float32, 5)
     tensor = torch.from_numpy(values)
@@ -447,7 +471,7 @@ def test_integers_become_floats_rounded():
 def test_every_mnemonic_of_the_table_is_tested_here_or_with_the_memories():
     here = {text.split(".")[0].split()[0] for text, _, _ in INTEGER_CASES.values()}
     here |= {"setp", "selp", "cvt", "set", *FLOAT_CASES, "min", "max"}
-    here |= {"sqrt", "rsqrt", "rcp", "ex2", "lg2", "sin", "cos", "tanh"}
+    here |= {"copysign", "sqrt", "rsqrt", "rcp", "ex2", "lg2", "sin", "cos", "tanh"}
     memories = {
         "mov",
         "ld",

@@ -98,8 +98,9 @@ def _one_nan(function: Callable[..., Array]) -> Callable[..., Array]:
 
     def run(*values: Array) -> Array:
         result = function(*values)
-        unknown = np.isnan(result)
-        return np.where(unknown, result.dtype.type(np.nan), result) if unknown.any() else result
+        if np.isfinite(np.add.reduce(result, axis=None)):  # quicker than to look at each
+            return result
+        return np.where(np.isnan(result), result.dtype.type(np.nan), result)
 
     return run
 
@@ -203,12 +204,23 @@ def _remainder(program: Program, instruction: Instruction) -> Step:
     return elementwise(program, instruction, lambda a, b: a - _quotient(a, b) * b, [kind, kind])
 
 
+def _signed_as_product(of_magnitudes: Callable[..., Array]) -> Callable[..., Array]:
+    def run(a: Array, b: Array) -> Array:
+        signs = np.where(np.signbit(a) != np.signbit(b), a.dtype.type(-1), a.dtype.type(1))
+        signed: Array = np.copysign(of_magnitudes(np.abs(a), np.abs(b)), signs)
+        return signed
+
+    return run
+
+
 def _extreme(function: Callable[..., Array]) -> Build:
     """``min`` and ``max`` of two or three; NaN loses unless the opcode says ``NaN``."""
 
     def build(program: Program, instruction: Instruction) -> Step:
-        two = partial(function, keep="NaN" in instruction.parts)
+        two: Callable[..., Array] = partial(function, keep="NaN" in instruction.parts)
         parts = tuple(part for part in instruction.parts if part != "NaN")
+        if parts[1:3] == ("xorsign", "abs") and parts[-1] == "f32":
+            parts, two = (parts[0], *parts[3:]), _signed_as_product(two)
         plain = Instruction(parts, instruction.operands, None, instruction.text, instruction.source)
         if len(instruction.operands) == 4:
             return _arithmetic(lambda a, b, c: two(two(a, b), c))(program, plain)
@@ -253,6 +265,8 @@ def _comparison(instruction: Instruction, name: str, kind: str) -> Callable[...,
 def _set_predicate(program: Program, instruction: Instruction) -> Step:
     parts = instruction.parts
     kind = parts[-1]
+    if kind == "f16x2" and len(parts) == 3:
+        return _set_both(program, instruction)
     if kind not in (*FLOATS, "bf16", *INTEGERS, *BITS_ONLY) or "|" in instruction.operands[0]:
         raise instruction.unknown()
     compare = _comparison(instruction, parts[1], "f32" if kind == "bf16" else kind)
@@ -267,6 +281,23 @@ def _set_predicate(program: Program, instruction: Instruction) -> Step:
     return elementwise(
         program, instruction, lambda a, b, p: join(compare(a, b), p), [kind, kind, "pred"]
     )
+
+
+def _set_both(program: Program, instruction: Instruction) -> Step:
+    """``setp`` of packed halves: a predicate for the lower one, and one for the upper."""
+    compare = _comparison(instruction, instruction.parts[1], "f16")
+    low, _, high = instruction.operands[0].partition("|")
+    writes = [writer(program, name) for name in (low, high)]
+    reads = [reader(program, text, "b32") for text in instruction.operands[1:]]
+
+    def run(machine: Machine, mask: Mask) -> None:
+        pairs = [
+            np.ascontiguousarray(read(machine)).view(np.float16).reshape(-1, 2) for read in reads
+        ]
+        for write, holds in zip(writes, compare(*pairs).T, strict=True):
+            write(machine, holds, mask)
+
+    return run
 
 
 def _set_packed(program: Program, instruction: Instruction) -> Step:
@@ -331,6 +362,12 @@ TABLE: dict[str, Build] = {
     "max": _extreme(larger),
     "abs": _arithmetic(np.abs),
     "neg": _arithmetic(np.negative),
+    "copysign": lambda program, instruction: elementwise(
+        program,
+        instruction,
+        lambda sign, of: np.copysign(of, sign),
+        [only(instruction, (), ("f32", "f64"))] * 2,
+    ),
     "setp": _set_predicate,
     "set": _set_packed,
     "selp": _select,

@@ -37,10 +37,13 @@ def shuffle(program: Program, instruction: Instruction) -> Step:
     ]
 
     def run(machine: Machine, mask: Mask) -> None:
-        values, by, clamp, members = (machine.spread(read(machine)) for read in reads)
+        values, by, clamp, members = (read(machine) for read in reads)
         _check_members(machine, mask, members, instruction)
+        if by.size != clamp.size:
+            by, clamp = machine.spread(by), machine.spread(clamp)
         segment = (clamp.astype(np.int64) >> 8) & 31
-        lane, step = machine.lane, by.astype(np.int64) & 31
+        # One warp stands for all where they shuffle alike.
+        lane, step = machine.lane[: WARP if by.size == 1 else None], by.astype(np.int64) & 31
         last = (lane & segment) | (clamp.astype(np.int64) & 31 & ~segment)
         if mode == "up":
             source = lane - step
@@ -49,23 +52,25 @@ def shuffle(program: Program, instruction: Instruction) -> Step:
             others = {"down": lane + step, "bfly": lane ^ step}
             source = others.get(mode, (lane & segment) | (step & ~segment))
             inside = source <= last
-        source = np.where(inside, source, lane)
-        origin = np.arange(machine.lanes) - lane + source
+        source = np.where(inside, source, lane).reshape(-1, WARP)
+        origin = (np.arange(0, machine.lanes, WARP)[:, None] + source).reshape(-1)
         if mask is not None and not mask[origin[mask]].all():
             raise Fault(f"a lane that does not take part is read by {instruction}")
-        write(machine, values[origin], mask)
+        write(machine, machine.spread(values)[origin], mask)
         if write_flag is not None:
-            write_flag(machine, inside, mask)
+            write_flag(machine, np.resize(inside, machine.lanes), mask)
 
     return run
 
 
 def _check_members(machine: Machine, mask: Mask, members: Array, instruction: Instruction) -> None:
     """The lanes that execute a warp's instruction must be those that its mask names."""
+    if mask is None and members.size == 1 and int(members[0]) == 2**WARP - 1:
+        return
     active = np.ones(machine.lanes, bool) if mask is None else mask
     here = active.reshape(-1, WARP)
     present = (here.astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)
-    named = members.reshape(-1, WARP).astype(np.uint64)
+    named = machine.spread(members).reshape(-1, WARP).astype(np.uint64)
     wrong = here & (named != present[:, None])
     if wrong.any():
         warp = int(np.flatnonzero(wrong.any(1))[0])
@@ -124,7 +129,7 @@ def reduce(program: Program, instruction: Instruction) -> Step:
 
     def run(machine: Machine, mask: Mask) -> None:
         machine.whole_warps(mask, instruction)  # a part of a warp would need its own total
-        _check_members(machine, mask, machine.spread(named(machine)), instruction)
+        _check_members(machine, mask, named(machine), instruction)
         values = machine.spread(read(machine)).reshape(-1, WARP)
         totals = reduce_columns(function, values.T)
         write(machine, np.repeat(totals, WARP), mask)
