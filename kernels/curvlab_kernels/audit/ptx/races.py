@@ -7,6 +7,7 @@ conflicts the result does not depend on the order in which blocks or warps run, 
 atomics return: :func:`launching.execute` tries another order for that.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -76,12 +77,15 @@ class AccessLog:
         writes = writes.at(np.lexsort((writes.thread, writes.epoch, writes.block, writes.unit)))
         handed_on = _HandedOn(self.writes, unit)
         clash = _clashing_writes(writes)
-        suspects = writes.at(np.isin(writes.unit, writes.unit[clash]))
-        if suspects.unit.size:
+        found = Counter(writes.instruction[clash].tolist())
+        if found and handed_on.acquires:  # then pairs have to be looked at, up to the first
+            suspects = writes.at(np.isin(writes.unit, writes.unit[clash]))
             plain = suspects.at(~suspects.atomic)
-            for _, second, number in _clashes(plain, suspects, handed_on, equal=True):
-                what = "race in global memory: two threads write one address"
-                report.found(what, instructions[second], number)
+            pair = next(_clashes(plain, suspects, handed_on, equal=True), None)
+            found = Counter({pair[1]: pair[2]} if pair else {})
+        for instruction, number in found.items():
+            what = "race in global memory: two threads write one address"
+            report.found(what, instructions[instruction], number)
         if reads:
             for read, wrote, number in _clashes(_tabulate(reads, unit), writes, handed_on):
                 what = f"race in global memory with {instructions[wrote]}"
@@ -189,7 +193,8 @@ class _HandedOn:
 
     def __init__(self, writes: Sequence[Access], unit: int) -> None:
         self.acquires = _by_address([each for each in writes if each.acquires], unit)
-        self.releases = _by_address([each for each in writes if each.releases], unit)
+        releases = [each for each in writes if each.releases and self.acquires]
+        self.releases = _by_address(releases, unit)
 
     def before(self, first: _Table, second: _Table) -> Array:
         """Whether ``first`` is ordered before ``second``, pair by pair."""
@@ -219,5 +224,8 @@ def _by_address(accesses: Sequence[Access], unit: int) -> dict[int, _Table]:
     if not accesses:
         return {}
     table = _tabulate(accesses, unit)
-    table = table.at(np.argsort(table.block, kind="stable"))
-    return {int(each): table.at(table.unit == each) for each in np.unique(table.unit)}
+    table = table.at(np.lexsort((table.block, table.unit)))
+    units, first = np.unique(table.unit, return_index=True)
+    ends = [*first[1:].tolist(), None]
+    parts = [table.at(slice(*each)) for each in zip(first.tolist(), ends, strict=True)]
+    return dict(zip(units.tolist(), parts, strict=True))
