@@ -15,6 +15,7 @@ from curvlab_kernels.audit import gpu_check, gpu_grid
 from tests import pretend_device
 
 HERE = Path(pretend_device.__file__).parent
+PATH = f"{HERE.parent.parent}:{HERE.parent.parent / 'kernels'}"
 COMMAND = [sys.executable, str(HERE / "gpu_check.py")]
 needs_compiler = pytest.mark.skipif(
     pretend_device.compiler() is None, reason="the pretend device needs g++ or clang++"
@@ -23,7 +24,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture
 def root_on_path(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE.parent.parent))
+    monkeypatch.setenv("PYTHONPATH", PATH)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -107,7 +108,7 @@ def test_flows_are_rows_of_the_page(tmp_path):
 def test_the_flows_name_themselves():
     done = subprocess.run(
         [sys.executable, str(HERE / "flows.py"), "--names"],
-        env={**os.environ, "PYTHONPATH": str(HERE.parent.parent)},
+        env={**os.environ, "PYTHONPATH": PATH},
         capture_output=True,
         text=True,
         check=True,

@@ -20,6 +20,7 @@ from curvlab_kernels.audit.model import traffic
 from tests import pretend_device
 
 HERE = Path(pretend_device.__file__).parent
+PATH = f"{HERE.parent.parent}:{HERE.parent.parent / 'kernels'}"
 DOT = Use("dot", 1, 4)
 
 
@@ -102,7 +103,7 @@ def test_candidates_load_16_bytes_at_once_and_fit_into_registers():
 @pytest.mark.skipif(pretend_device.compiler() is None, reason="the pretend device needs g++")
 @pytest.mark.aot
 def test_the_fastest_tile_that_gives_right_numbers_is_kept():
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
     done = subprocess.run(
         [sys.executable, str(HERE / "gpu_check.py"), "--tune"],
         env=environment,

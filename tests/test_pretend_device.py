@@ -28,7 +28,8 @@ PROCESSES = 2
 
 
 def start(names):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = f"{ROOT}:{ROOT / 'kernels'}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return subprocess.Popen(
         [sys.executable, str(FLOWS), *names],
         env=environment,

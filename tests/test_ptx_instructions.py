@@ -225,7 +225,6 @@ def test_infinities_and_nan_pass_through_a_fused_product():
         ("lg2.approx.f32 {0}, {1};", math.log2),
         ("sin.approx.f32 {0}, {1};", math.sin),
         ("cos.approx.f32 {0}, {1};", math.cos),
-        ("tanh.approx.f32 {0}, {1};", math.tanh),
     ],
 )
 def test_a_function_is_rounded_correctly(text, meaning):
@@ -233,6 +232,13 @@ def test_a_function_is_rounded_correctly(text, meaning):
     actual = lanewise(text, "f32 f32", values)
     expected = np.array([meaning(float(value)) for value in values]).astype(np.float32)
     assert np.abs(actual.view(np.int32) - expected.view(np.int32)).max() <= 1
+
+
+def test_the_approximate_tanh_is_as_inexact_as_documented():
+    values = np.minimum(np.abs(floats(np.float32, 3)), 100) + np.float32(0.01)
+    actual = lanewise("tanh.approx.f32 {0}, {1};", "f32 f32", values)
+    off = np.abs(actual / np.tanh(values.astype(np.float64)) - 1)
+    assert 2**-13 < off.max() <= 2**-11
 
 
 def test_flushing_makes_subnormal_results_zero():
@@ -248,6 +254,91 @@ def test_minimum_and_maximum_of_floats_pass_over_nan_unless_told():
     b = np.arange(LANES, dtype=np.float32)
     assert (lanewise("min.f32 {0}, {1}, {2};", "f32 f32 f32", a, b) == b).all()
     assert np.isnan(lanewise("max.NaN.f32 {0}, {1}, {2};", "f32 f32 f32", a, b)).all()
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+def test_of_two_zeros_the_positive_one_is_larger(kind):
+    bits = 32 if kind == "f32" else 16
+    minus = 1 << (bits - 1)
+    a, b = (np.array(each * 8, f"u{bits // 8}") for each in ([0, 0, minus, minus], [0, minus] * 2))
+    for name, signs in (("max", a & b), ("min", a | b), ("max.NaN", a & b)):
+        text = f"{name}.{kind} {{0}}, {{1}}, {{2}};"
+        assert np.array_equal(lanewise(text, f"u{bits} u{bits} u{bits}", a, b), signs), name
+
+
+def bfloat16(values):
+    return torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+def widened(bits):
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def test_bfloat16_is_rounded_once_alone_and_in_pairs():
+    a, b = (bfloat16(floats(np.float32, seed)) for seed in (0, 1))
+    far = bfloat16(widened(a) * widened(b) * np.float32(2**-30))  # what two roundings would lose
+    c = np.where(np.arange(LANES) % 2, bfloat16(floats(np.float32, 2)), far)
+    a[0], b[0], c[0] = 0x3FC0, 0x3F81, 0x2F80  # 1.5 * 1.0078125 lies halfway; 2^-32 decides
+    a[1], b[1], c[1] = 0x3FC0, 0x3F81, 0xAF80
+    a[2], b[2], c[2] = 0x7F80, 0x3F80, 0x0000  # infinity
+    for name, inputs, meaning in (
+        ("add", (a, b), lambda x, y: x + y),
+        ("sub", (a, b), lambda x, y: x - y),
+        ("mul", (a, b), lambda x, y: x * y),
+        ("fma.rn", (a, b, c), lambda x, y, z: x * y + z),
+    ):
+        operands = ", ".join(f"{{{i}}}" for i in range(len(inputs) + 1))
+        kinds = " ".join(["u16"] * (len(inputs) + 1))
+        single = lanewise(f"{name}.bf16 {operands};", kinds, *inputs)
+        for lane, values in enumerate(zip(*map(widened, inputs), strict=True)):
+            if not all(map(np.isfinite, values)):
+                assert single[lane] & 0x7FFF == 0x7F80
+                continue
+            exact = meaning(*(Fraction(float(value)) for value in values))
+            got = Fraction(float(widened(single[lane : lane + 1])[0]))
+            beside = single[lane] + np.array([-1, 1]).astype(np.uint16)
+            others = [Fraction(float(value)) for value in widened(beside)]
+            assert all(abs(got - exact) <= abs(each - exact) for each in others), (name, lane)
+            if any(abs(got - exact) == abs(each - exact) for each in others):
+                assert single[lane] % 2 == 0
+        pairs = [np.stack([x, x[::-1]], axis=1).reshape(-1).view(np.uint32) for x in inputs]
+        both = lanewise(f"{name}.bf16x2 {operands};", kinds.replace("16", "32"), *pairs)
+        halves = both.view(np.uint16).reshape(-1, 2)
+        assert np.array_equal(halves[:, 0], single)
+        assert np.array_equal(halves[::-1, 1], single)
+    text = "setp.gt.bf16 %p1, {1}, {2}; selp.b32 {0}, 1, 0, %p1;"
+    assert np.array_equal(lanewise(text, "u32 u16 u16", a, b) == 1, widened(a) > widened(b))
+
+
+@pytest.mark.parametrize("name", ["fma", "add"])
+def test_sums_toward_zero_are_the_last_float_before_the_exact_one(name):
+    a, b, c = (np.clip(floats(np.float32, seed), -1e9, 1e9) for seed in range(3))
+    c[::2] = -(a * b)[::2]
+    if name == "fma":
+        actual = lanewise("fma.rz.f32 {0}, {1}, {2}, {3};", "f32 f32 f32 f32", a, b, c)
+    else:
+        actual, b = lanewise("add.rz.f32 {0}, {1}, {2};", "f32 f32 f32", a, c), np.ones_like(b)
+    for got, *values in zip(actual, a, b, c, strict=True):
+        x, y, z = (Fraction(float(value)) for value in values)
+        exact = x * y + z
+        beyond = np.nextafter(got, np.float32(np.inf if exact > 0 else -np.inf))
+        assert abs(Fraction(float(got))) <= abs(exact)
+        assert abs(Fraction(float(beyond))) > abs(exact)
+
+
+@pytest.mark.parametrize(
+    ("mode", "meaning"),
+    [("rmi", np.floor), ("rpi", np.ceil), ("rzi", np.trunc), ("rni", np.rint)],
+)
+def test_floats_become_whole_floats(mode, meaning):
+    values = floats(np.float32, 4)
+    values[np.abs(values) < 1e-30] = 0.5
+    values[0] = 1e-40  # of which ``ftz`` makes zero before it is rounded
+    plain = lanewise(f"cvt.{mode}.f32.f32 {{0}}, {{1}};", "f32 f32", values)
+    assert np.array_equal(plain, meaning(values))
+    flushed = lanewise(f"cvt.{mode}.ftz.f32.f32 {{0}}, {{1}};", "f32 f32", values)
+    assert flushed[0] == 0
+    assert np.array_equal(flushed[1:], plain[1:])
 
 
 @pytest.mark.parametrize(
@@ -283,6 +374,30 @@ def test_packed_halves_compare_and_take_the_smaller():
     assert np.array_equal(least.reshape(-1, 2)[:, 0], np.fmin(a, b))
     flags = lanewise("set.nan.f16x2.f16x2 {0}, {1}, {2};", "u32 u32 u32", *pairs).view(np.float16)
     assert np.array_equal(flags.reshape(-1, 2)[:, 0] == 1, np.isnan(a) | np.isnan(b))
+
+
+def test_a_minimum_of_magnitudes_may_have_the_sign_of_the_product():
+    a, b = floats(np.float32, 1), floats(np.float32, 2)
+    actual = lanewise("min.xorsign.abs.f32 {0}, {1}, {2};", "f32 f32 f32", a, b)
+    least = np.minimum(np.abs(a), np.abs(b))
+    wanted = np.where(np.signbit(a) != np.signbit(b), -least, least)
+    assert np.array_equal(actual.view(np.uint32), wanted.view(np.uint32))
+
+
+def test_packed_halves_set_two_predicates():
+    a, b = floats(np.float16, 1), floats(np.float16, 2)
+    a[4] = np.nan
+    pairs = [np.stack([x, x[::-1]], axis=1).reshape(-1).view(np.uint32) for x in (a, b)]
+    for pick in ("%p1", "%p2"):
+        text = f"setp.lt.f16x2 %p1|%p2, {{1}}, {{2}}; selp.b32 {{0}}, 1, 0, {pick};"
+        holds = lanewise(text, "u32 u32 u32", *pairs) == 1
+        assert np.array_equal(holds if pick == "%p1" else holds[::-1], a < b)
+
+
+def test_a_sign_is_copied_from_the_first_operand():
+    a, b = floats(np.float32, 1), floats(np.float32, 2)
+    actual = lanewise("copysign.f32 {0}, {1}, {2};", "f32 f32 f32", a, b)
+    assert np.array_equal(actual.view(np.uint32), np.copysign(b, a).view(np.uint32))
 
 
 def test_floats_convert_as_torch_converts_them():
@@ -356,7 +471,7 @@ def test_integers_become_floats_rounded():
 def test_every_mnemonic_of_the_table_is_tested_here_or_with_the_memories():
     here = {text.split(".")[0].split()[0] for text, _, _ in INTEGER_CASES.values()}
     here |= {"setp", "selp", "cvt", "set", *FLOAT_CASES, "min", "max"}
-    here |= {"sqrt", "rsqrt", "rcp", "ex2", "lg2", "sin", "cos", "tanh"}
+    here |= {"copysign", "sqrt", "rsqrt", "rcp", "ex2", "lg2", "sin", "cos", "tanh"}
     memories = {
         "mov",
         "ld",
@@ -371,6 +486,8 @@ def test_every_mnemonic_of_the_table_is_tested_here_or_with_the_memories():
         "red",
         "madc",
         "shf",
+        "cp",
+        "mma",
     }
     assert here | memories == set(TABLE)
 
@@ -379,9 +496,13 @@ def test_every_mnemonic_of_the_table_is_tested_here_or_with_the_memories():
     "text",
     [
         "wgmma.fence.sync.aligned;",
+        "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%d1, %d2}, {%d3}, {%d4}, {%d1, %d2};",
+        "cp.async.bulk.commit_group;",
         "add.sat.s32 %r1, %r2, %r3;",
-        "add.rz.f32 %r1, %r2, %r3;",
-        "fma.rz.f32 %r1, %r2, %r3, %r4;",
+        "add.rm.f32 %r1, %r2, %r3;",
+        "mul.rz.f32 %r1, %r2, %r3;",
+        "fma.rz.f64 %d1, %d2, %d3, %d4;",
+        "fma.rm.f32 %r1, %r2, %r3, %r4;",
         "mul.hi.s64 %d1, %d2, %d3;",
         "ld.const.b32 %r1, [%d1];",
         "mad.hi.cc.u32 %r1, %r2, %r3, %r4;",

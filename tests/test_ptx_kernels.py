@@ -231,6 +231,84 @@ def test_atomics_do_not_race():
 
 
 @triton.jit
+def last_block_kernel(x, parts, count, out, n, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """The block that counts itself last adds up what all have left, in a fixed order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(parts + tl.program_id(0), tl.sum(tl.load(x + at, mask=at < n, other=0.0), axis=0))
+    if tl.atomic_add(count, 1) == BLOCKS - 1:
+        tl.store(out, tl.sum(tl.load(parts + tl.arange(0, BLOCKS)), axis=0))
+        tl.store(count, 0)
+
+
+@triton.jit
+def positive_kernel(x, out, count, n, BLOCK: tl.constexpr):
+    """Each positive number takes the next place: whichever comes first."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + at, mask=at < n, other=-1.0)
+    place = tl.atomic_add(count + 0 * at, 1, mask=values > 0)
+    tl.store(out + place, values, mask=values > 0)
+
+
+@triton.jit
+def exchange_kernel(out):
+    tl.atomic_xchg(out, tl.program_id(0))
+
+
+@triton.jit
+def largest_kernel(x, out, n, BLOCK: tl.constexpr):
+    """Compare and swap until nobody else has written meanwhile."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    largest = tl.max(tl.load(x + at, mask=at < n, other=0), axis=0)
+    old = tl.atomic_cas(out, 0, largest)
+    while old < largest:
+        seen = tl.atomic_cas(out, old, largest)
+        old = tl.where(seen == old, largest, seen)
+
+
+@triton.jit
+def shared_out_kernel(x, out, count, total, n, BLOCK: tl.constexpr):
+    """Blocks take the next piece as they get there; what they add up rounds by their order."""
+    tile = tl.atomic_add(count, 1)
+    while tile * BLOCK < n:
+        at = tile * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(x + at, mask=at < n, other=0.0)
+        tl.store(out + at, 2 * values, mask=at < n)
+        tl.atomic_add(total, tl.sum(values, axis=0))
+        tile = tl.atomic_add(count, 1)
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_atomics_whose_old_value_is_used_pass_if_no_order_matters(architecture):
+    options = {"BLOCK": 128, "architecture": architecture}
+    x, out = random(1000, dtype=torch.float32), torch.empty(1)
+    parts, count = torch.empty(8), torch.zeros(1, dtype=torch.int32)
+    execute(last_block_kernel, (8,), x, parts, count, out, 1000, BLOCKS=8, **options)
+    assert abs(float(out) - float(x.double().sum())) < 1e-4
+    assert count.item() == 0
+    whole, most = torch.arange(1000, dtype=torch.int32) * 7 % 1000, torch.zeros_like(count)
+    execute(largest_kernel, (8,), whole, most, 1000, **options)
+    assert most.item() == 999
+    doubled, total = torch.empty(1000), torch.zeros(1)
+    execute(shared_out_kernel, (3,), x, doubled, count, total, 1000, **options)
+    assert torch.equal(doubled, 2 * x)
+    assert abs(float(total) - float(x.double().sum())) < 1e-4
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_a_result_that_depends_on_the_order_of_atomics_is_a_fault(architecture):
+    options = {"architecture": architecture}
+    x, out = random(1000, dtype=torch.float32), torch.zeros(1000)
+    count = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(Fault, match="depends on the order"):
+        execute(positive_kernel, (4,), x, out, count, 1000, BLOCK=256, **options)
+    with pytest.raises(Fault, match="depends on the order"):
+        execute(exchange_kernel, (4,), count, **options)
+    count.zero_()
+    execute(positive_kernel, (4,), x, out, count, 1000, BLOCK=256, order=range, **options)
+    assert torch.equal(out[: int(count)].sort().values, x[x > 0].sort().values)
+
+
+@triton.jit
 def histogram_kernel(x, out, n, ATOMIC: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     counted = out + tl.load(x + at, mask=at < n, other=0)
@@ -343,10 +421,39 @@ def test_a_kernel_that_waits_for_ever_is_a_fault_that_names_the_line():
         execute(waiting_kernel, (2,), torch.zeros(1, dtype=torch.int32), limit=2000)
 
 
-def test_instructions_of_tensor_cores_are_refused_by_name():
+def test_instructions_of_newer_tensor_cores_are_refused_by_name():
     a = torch.randn(64, 64, dtype=torch.float16)
-    with pytest.raises(UnknownInstruction, match="mma"):
-        execute(matrix_kernel, (1,), a, a, torch.empty(64, 64), BLOCK=64)
+    with pytest.raises(UnknownInstruction, match=r"fence\.proxy|wgmma"):
+        execute(matrix_kernel, (1,), a, a, torch.empty(64, 64), BLOCK=64, architecture=90)
+
+
+@triton.jit
+def product_kernel(a, b, out, M, N, K, BLOCK: tl.constexpr):
+    """Loads of the next tiles are under way while these are multiplied."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for start in range(0, K, BLOCK):
+        row, column = start + tl.arange(0, BLOCK)[:, None], start + tl.arange(0, BLOCK)[None, :]
+        left = tl.load(a + i * K + column, mask=(i < M) & (column < K), other=0.0)
+        right = tl.load(b + row * N + j, mask=(row < K) & (j < N), other=0.0)
+        total = tl.dot(left, right, total)
+    tl.store(out + i * N + j, total, mask=(i < M) & (j < N))
+
+
+# What each type keeps of a product: float32 goes through tf32, cut to ten bits and one before them.
+PRODUCTS = {torch.float16: 1e-6, torch.bfloat16: 1e-6, torch.float8_e5m2: 1e-6, torch.float32: 3e-3}
+
+
+@pytest.mark.parametrize("dtype", PRODUCTS, ids=str)
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_product_of_matrices_is_right_on_the_oldest_tensor_cores(dtype, stages):
+    a, b = (random(*shape, dtype=dtype) for shape in ((40, 100), (100, 50)))
+    out = torch.empty(40, 50)
+    execute(product_kernel, (2, 2), a, b, out, 40, 50, 100, BLOCK=32, num_stages=stages)
+    exact = a.double() @ b.double()
+    size = a.double().norm(dim=1)[:, None] * b.double().norm(dim=0)
+    assert ((out.double() - exact).abs() / size).max() <= PRODUCTS[dtype]
 
 
 def test_something_else_than_a_kernel_is_refused():

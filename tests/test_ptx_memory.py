@@ -137,6 +137,63 @@ def test_atomics_add_up_and_race_with_plain_accesses_only():
     assert "race in global memory" in finding(report)
 
 
+# Every block writes its part, counts itself, and the last one adds up all parts.
+LAST_BLOCK = """
+    mov.u32 %r3, %ctaid.x; add.u32 %r4, %r3, 5; setp.eq.u32 %p1, %t, {thread};
+    mad.wide.u32 %w0, %r3, 4, %a0;
+    @%p1 st.global.b32 [%w0], %r4;
+    {barrier}
+    mov.u32 %r6, buffer; setp.eq.u32 %p3, %t, 0;
+    @%p3 atom.global.gpu.{order}.add.u32 %r5, [%a1], 1;
+    @%p3 st.shared.b32 [%r6], %r5;
+    bar.sync 0;
+    ld.shared.b32 %r5, [%r6];
+    setp.ne.u32 %p2, %r5, {last}; @%p2 bra END;
+    ld.global.b32 %r7, [%a0]; ld.global.b32 %r8, [%a0+4]; ld.global.b32 %r9, [%a0+8];
+    add.u32 %r7, %r7, %r8; add.u32 %r7, %r7, %r9; st.global.b32 [%a2], %r7;
+    {reset}
+    END:
+"""
+
+
+def last_block(thread=0, barrier="bar.sync 0;", order="acq_rel", last=2, reset="", **options):
+    parts, count, total = numbers(3), np.zeros(1, np.uint32), np.zeros(1, np.uint32)
+    text = LAST_BLOCK.format(thread=thread, barrier=barrier, order=order, last=last, reset=reset)
+    options = {"threads": 64, "blocks": 3, "shared": 16} | options
+    return run(text, parts, count, total, **options), int(total[0]), int(count[0])
+
+
+def raced(report):
+    assert report.findings
+    assert all("race in global memory with '@%p1 st" in each for each in report.findings)
+
+
+@pytest.mark.parametrize("lanes", [64, 1024], ids=["one by one", "side by side"])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_what_the_last_block_reads_was_handed_on_by_its_counter(lanes, backwards):
+    report, total, _ = last_block(lanes=lanes, backwards=backwards)
+    assert not report.findings
+    assert total == 18
+    report, _, count = last_block(lanes=lanes, reset="mov.u32 %r1, 0; st.global.b32 [%a1], %r1;")
+    assert not report.findings  # the counter's plain store comes after all atomics
+    assert count == 0
+    # Without a barrier only what the counting thread wrote is handed on.
+    assert not last_block(lanes=lanes, barrier="")[0].findings
+    raced(last_block(lanes=lanes, barrier="", thread=40)[0])
+
+
+@pytest.mark.parametrize("change", [{"order": "relaxed"}, {"last": 1}, {"order": "acquire"}])
+def test_a_counter_that_hands_on_nothing_or_too_early_is_a_race(change):
+    raced(last_block(**change)[0])
+
+
+def test_a_counter_of_one_block_orders_no_others():
+    text = LAST_BLOCK.replace(".gpu.", ".cta.")
+    text = text.format(thread=0, barrier="bar.sync 0;", order="acq_rel", last=2, reset="")
+    arrays = numbers(3), np.zeros(1, np.uint32), np.zeros(1, np.uint32)
+    raced(run(text, *arrays, threads=64, blocks=3, shared=16))
+
+
 def test_atomics_return_what_was_there():
     count, out = np.zeros(1, np.uint32), numbers()
     run("mov.u32 %r2, 1; atom.global.add.u32 %r1, [%a1], %r2;" + STORE, out, count)
@@ -430,6 +487,101 @@ def test_of_floats_the_largest_is_found_and_nan_loses_or_wins():
     assert out.tolist() == [31.0] * 32
     run(body + "redux.sync.min.NaN.f32 %r1, %r2, -1;" + STORE, out)
     assert np.isnan(out).all()
+
+
+def test_of_zeros_in_a_warp_the_positive_one_is_largest():
+    out = np.zeros(32, np.uint32)
+    body = "setp.eq.u32 %p1, %t, 5; mov.b32 %r2, 0f80000000; @%p1 mov.b32 %r2, 0f00000000;"
+    run(body + "redux.sync.max.f32 %r1, %r2, -1;" + STORE, out)
+    assert (out == 0).all()
+    run(body + "redux.sync.min.f32 %r1, %r2, -1;" + STORE, out)
+    assert (out == 0x80000000).all()
+
+
+# Rows or columns of element i of a lane's registers, as the PTX manual lists them.
+MULTIPLY = {
+    "f16": (16, np.float16, lambda t, i: 2 * t + i % 2 + 8 * (i // 4), lambda i: i // 2 % 2),
+    "tf32": (8, np.float32, lambda t, i: t + 4 * (i // 2), lambda i: i % 2),
+    "s8": (32, np.int8, lambda t, i: 4 * t + i % 4 + 16 * (i // 8), lambda i: i // 4 % 2),
+}
+
+
+@pytest.mark.parametrize("kind", MULTIPLY)
+def test_matrices_are_multiplied_as_documented(kind):
+    k, dtype, along, half = MULTIPLY[kind]
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.integers(-9, 9, shape) for shape in ((16, k), (k, 8), (16, 8)))
+    sums = np.int32 if kind == "s8" else np.float32
+    size = np.dtype(dtype).itemsize
+    lefts, rights, starts = (
+        np.zeros((32, n), t) for n, t in ((16 // size, dtype), (8 // size, dtype), (4, sums))
+    )
+    for lane in range(32):
+        group, t = divmod(lane, 4)
+        for i in range(16 // size):
+            lefts[lane, i] = a[group + 8 * half(i), along(t, i)]
+        for i in range(8 // size):
+            per = 4 // size  # of b a register has no other rows between
+            rights[lane, i] = b[along(t, i % per + 2 * per * (i // per)), group]
+        for i in range(4):
+            starts[lane, i] = c[group + 8 * (i // 2), 2 * t + i % 2]
+    out = np.zeros((32, 4), sums)
+    result = "s32" if kind == "s8" else "f32"
+    body = f"""
+        mad.wide.u32 %w0, %t, 16, %a0; mad.wide.u32 %w1, %t, 8, %a1; mad.wide.u32 %w2, %t, 16, %a2;
+        mad.wide.u32 %w3, %t, 16, %a3;
+        ld.global.v2.b32 {{%r0, %r1}}, [%w0]; ld.global.v2.b32 {{%r2, %r3}}, [%w0+8];
+        ld.global.v2.b32 {{%r4, %r5}}, [%w1];
+        ld.global.v2.b32 {{%r6, %r7}}, [%w2]; ld.global.v2.b32 {{%r8, %r9}}, [%w2+8];
+        mma.sync.aligned.m16n8k{k}.row.col.{result}.{kind}.{kind}.{result}
+            {{%r6, %r7, %r8, %r9}}, {{%r0, %r1, %r2, %r3}}, {{%r4, %r5}}, {{%r6, %r7, %r8, %r9}};
+        st.global.v2.b32 [%w3], {{%r6, %r7}}; st.global.v2.b32 [%w3+8], {{%r8, %r9}};
+    """
+    run(body, *(each.view(np.uint32) for each in (lefts, rights, starts)), out.view(np.uint32))
+    exact = a @ b + c
+    for lane in range(32):
+        group, t = divmod(lane, 4)
+        assert out[lane].tolist() == [exact[group + 8 * (i // 2), 2 * t + i % 2] for i in range(4)]
+
+
+ASYNCHRONOUS = """
+    mov.u32 %r9, buffer; mad.lo.u32 %r8, %t, 16, %r9; xor.b32 %r7, %t, 1;
+    mad.lo.u32 %r6, %r7, 16, %r9; mad.wide.u32 %w1, %t, 16, %a1; mov.u32 %r5, 16;
+    setp.lt.u32 %p1, %t, 30; selp.b32 %r5, 16, 0, %p1;
+    cp.async.cg.shared.global [%r8], [%w1], 0x10, %r5;
+    cp.async.commit_group;
+    {wait}
+    ld.shared.b32 %r1, [%r6 + 12];
+"""
+
+
+def test_an_asynchronous_copy_is_there_after_its_wait_and_a_barrier():
+    source, out = np.arange(120, dtype=np.uint32), numbers()
+    text = ASYNCHRONOUS + STORE
+    done = "cp.async.wait_group 0; bar.sync 0;"
+    assert not run(text.format(wait=done), out, source, shared=512).findings
+    assert out.tolist() == [4 * (t ^ 1) + 3 if t ^ 1 < 30 else 0 for t in range(32)]
+    report = run(text.format(wait="cp.async.wait_all;"), out, source, shared=512)
+    assert "race in shared memory: read after write" in finding(report)
+    run(text.format(wait="cp.async.wait_group 1; bar.sync 0;"), out, source, shared=512)
+    assert (out == 2**32 - 1).all()  # the group is under way still
+    text = ASYNCHRONOUS.replace("commit_group;", "commit_group; cp.async.commit_group;") + STORE
+    run(text.format(wait="cp.async.wait_group 1; bar.sync 0;"), out, source, shared=512)
+    assert out[0] == 7
+
+
+def test_an_asynchronous_copy_over_what_others_may_still_read_is_a_race():
+    text = ASYNCHRONOUS.replace(
+        "cp.async.cg",
+        "st.shared.b32 [%r8+12], %t; bar.sync 0;ld.shared.b32 %r1, [%r6+12]; cp.async.cg",
+    )
+    report = run(
+        text.format(wait="cp.async.wait_all; bar.sync 0;"),
+        numbers(),
+        np.arange(120, dtype=np.uint32),
+        shared=512,
+    )
+    assert any("write after read: 'cp.async.cg" in each for each in report.findings)
 
 
 def test_a_matrix_load_by_a_part_of_a_warp_is_found():

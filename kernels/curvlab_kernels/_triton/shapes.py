@@ -73,10 +73,12 @@ def _common() -> dict[Use, Tile]:
             tiles[Use("sum short", stored, work)] = Tile(wide, 128, 4)
     tiles[Use("list", 2, 4)], tiles[Use("list", 4, 4)] = Tile(32, 128, 4), Tile(8, 512, 4)
     tiles[Use("dot", 1, 4)] = tiles[Use("dot short", 1, 4)] = Tile(8, 512, 1)
-    tiles[Use("dots", 1, 4)], tiles[Use("dots", 2, 4)] = Tile(4, 512, 2), Tile(16, 128, 4, 168)
+    tiles[Use("dots", 1, 4)], tiles[Use("dots", 2, 4)] = Tile(8, 512, 4), Tile(16, 128, 4, 168)
     tiles[Use("sums", 1, 4)], tiles[Use("sums", 4, 4)] = Tile(1, 2048, 4, 168), Tile(4, 512, 4, 96)
     tiles[Use("list", 1, 4)] = Tile(8, 512, 1)
     tiles[Use("sum", 1, 4)] = Tile(4, 512, 1, 128)
+    tiles[Use("list", 8, 8)], tiles[Use("sums", 8, 8)] = Tile(16, 128, 4, 160), Tile(8, 256, 4, 200)
+    tiles[Use("dot short", 8, 8)] = Tile(8, 128, 4, 128)
     return tiles
 
 

@@ -17,8 +17,8 @@ from curvlab_kernels.audit.agreement import (
     basis,
     close,
     random,
-    same_squares,
 )
+from curvlab_kernels.audit.agreement_exact import same_squares
 
 
 def orthogonal_checks() -> Iterator[Check]:

@@ -1,22 +1,37 @@
 """Instructions that compute and compare numbers.
 
 Approximate functions (``ex2.approx`` and the like) are rounded correctly here; a GPU may differ by
-an ulp or two.
+an ulp or two, ``sin`` and ``cos`` by 2^-20.5. ``tanh.approx`` is as inexact as its documentation
+allows: cut to twelve bits, off by less than 2^-11 of its value.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from curvlab_kernels.audit.ptx.machine import Machine, Mask, Step, reader, writer
-from curvlab_kernels.audit.ptx.numbers import FLOATS, TYPES, UNSIGNED, Array, fused
+from curvlab_kernels.audit.ptx.numbers import (
+    FLOATS,
+    TYPES,
+    UNSIGNED,
+    Array,
+    from_bfloat16,
+    fused,
+    fused_to_odd,
+    fused_toward_zero,
+    larger,
+    smaller,
+    to_bfloat16,
+)
 from curvlab_kernels.audit.ptx.program import BITS, CARRY, Instruction, Program
 
 Build = Callable[[Program, Instruction], Step]
 _PACKED: dict[str, tuple[str, np.dtype[Any]]] = {
     "f32x2": ("b64", np.dtype(np.float32)),
     "f16x2": ("b32", np.dtype(np.float16)),
+    "bf16x2": ("b32", np.dtype(np.uint16)),
 }
 INTEGERS = tuple(kind + bits for kind in "su" for bits in ("16", "32", "64"))
 BITS_ONLY = ("b16", "b32", "b64")
@@ -48,18 +63,31 @@ def only(instruction: Instruction, modifiers: Collection[str], kinds: Collection
     return kind
 
 
-def _arithmetic(on_numbers: Callable[..., Array], *, integers: bool = True) -> Build:
-    """An operation that means the same for every type; packed pairs included."""
+def _arithmetic(
+    on_numbers: Callable[..., Array],
+    *,
+    integers: bool = True,
+    widened: Callable[..., Array] | None = None,
+) -> Build:
+    """An operation that means the same for every type; packed pairs included.
+
+    Args:
+        widened: Of float32, for what is rounded to bfloat16 afterwards: sums and products may be
+            rounded twice, with 24 bits between (Figueroa, 1995).
+    """
 
     def build(program: Program, instruction: Instruction) -> Step:
-        allowed = (*FLOATS, *_PACKED, *(INTEGERS if integers else ()))
+        if instruction.parts in (("add", "rz", "f32"), ("add", "rz", "ftz", "f32")):
+            return _toward_zero(program, instruction, lambda a, b: (a, np.ones(1, a.dtype), b))
+        allowed = (*FLOATS, "bf16", *_PACKED, *(INTEGERS if integers else ()))
         kind = only(instruction, ("rn", *(("ftz",) if "f32" in instruction.parts else ())), allowed)
         count = len(instruction.operands) - 1
+        function = on_numbers if kind in INTEGERS else _one_nan(on_numbers)
+        if kind.startswith("bf16"):
+            function = _on_bfloat16(widened or on_numbers)
         if kind in _PACKED:
             whole, part = _PACKED[kind]
-            function = _pairs(_one_nan(on_numbers), part)
-            return elementwise(program, instruction, function, [whole] * count)
-        function = on_numbers if kind in INTEGERS else _one_nan(on_numbers)
+            return elementwise(program, instruction, _pairs(function, part), [whole] * count)
         return elementwise(program, instruction, _flushing(function, instruction), [kind] * count)
 
     return build
@@ -70,10 +98,15 @@ def _one_nan(function: Callable[..., Array]) -> Callable[..., Array]:
 
     def run(*values: Array) -> Array:
         result = function(*values)
-        unknown = np.isnan(result)
-        return np.where(unknown, result.dtype.type(np.nan), result) if unknown.any() else result
+        if np.isfinite(np.add.reduce(result, axis=None)):  # quicker than to look at each
+            return result
+        return np.where(np.isnan(result), result.dtype.type(np.nan), result)
 
     return run
+
+
+def _on_bfloat16(function: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda *bits: to_bfloat16(function(*map(from_bfloat16, bits)))
 
 
 def _pairs(function: Callable[..., Array], part: np.dtype[Any]) -> Callable[..., Array]:
@@ -90,7 +123,7 @@ def _multiply(program: Program, instruction: Instruction) -> Step:
     parts, adds = instruction.parts, instruction.parts[0] == "mad"
     if "cc" in parts:
         return _carrying(program, instruction)
-    if parts[-1] in (*FLOATS, *_PACKED) and not adds:
+    if parts[-1] in (*FLOATS, "bf16", *_PACKED) and not adds:
         return _arithmetic(np.multiply)(program, instruction)
     kind = only(instruction, ("lo", "hi", "wide"), INTEGERS)
     if len(parts) != 3:
@@ -135,10 +168,22 @@ def _carrying(program: Program, instruction: Instruction) -> Step:
     return run
 
 
+def _toward_zero(
+    program: Program, instruction: Instruction, factors: Callable[..., tuple[Array, ...]]
+) -> Step:
+    """``a * b + c`` of float32 without rounding up; ``factors`` makes those three."""
+    function = _one_nan(lambda *values: fused_toward_zero(*factors(*values)))
+    kinds = ["f32"] * (len(instruction.operands) - 1)
+    return elementwise(program, instruction, _flushing(function, instruction), kinds)
+
+
 def _fma(program: Program, instruction: Instruction) -> Step:
-    if "rn" not in instruction.parts:
+    parts = instruction.parts
+    if parts in (("fma", "rz", "f32"), ("fma", "rz", "ftz", "f32")):
+        return _toward_zero(program, instruction, lambda *factors: factors)
+    if "rn" not in parts:
         raise instruction.unknown("rounds in a way that is not known")
-    return _arithmetic(fused, integers=False)(program, instruction)
+    return _arithmetic(fused, integers=False, widened=fused_to_odd)(program, instruction)
 
 
 def _divide(program: Program, instruction: Instruction) -> Step:
@@ -159,13 +204,23 @@ def _remainder(program: Program, instruction: Instruction) -> Step:
     return elementwise(program, instruction, lambda a, b: a - _quotient(a, b) * b, [kind, kind])
 
 
-def _extreme(ignoring: Callable[..., Array], keeping: Callable[..., Array]) -> Build:
+def _signed_as_product(of_magnitudes: Callable[..., Array]) -> Callable[..., Array]:
+    def run(a: Array, b: Array) -> Array:
+        signs = np.where(np.signbit(a) != np.signbit(b), a.dtype.type(-1), a.dtype.type(1))
+        signed: Array = np.copysign(of_magnitudes(np.abs(a), np.abs(b)), signs)
+        return signed
+
+    return run
+
+
+def _extreme(function: Callable[..., Array]) -> Build:
     """``min`` and ``max`` of two or three; NaN loses unless the opcode says ``NaN``."""
 
     def build(program: Program, instruction: Instruction) -> Step:
-        kept = "NaN" in instruction.parts
-        two = keeping if kept or instruction.parts[-1] in INTEGERS else ignoring
+        two: Callable[..., Array] = partial(function, keep="NaN" in instruction.parts)
         parts = tuple(part for part in instruction.parts if part != "NaN")
+        if parts[1:3] == ("xorsign", "abs") and parts[-1] == "f32":
+            parts, two = (parts[0], *parts[3:]), _signed_as_product(two)
         plain = Instruction(parts, instruction.operands, None, instruction.text, instruction.source)
         if len(instruction.operands) == 4:
             return _arithmetic(lambda a, b, c: two(two(a, b), c))(program, plain)
@@ -210,9 +265,14 @@ def _comparison(instruction: Instruction, name: str, kind: str) -> Callable[...,
 def _set_predicate(program: Program, instruction: Instruction) -> Step:
     parts = instruction.parts
     kind = parts[-1]
-    if kind not in (*FLOATS, *INTEGERS, *BITS_ONLY) or "|" in instruction.operands[0]:
+    if kind == "f16x2" and len(parts) == 3:
+        return _set_both(program, instruction)
+    if kind not in (*FLOATS, "bf16", *INTEGERS, *BITS_ONLY) or "|" in instruction.operands[0]:
         raise instruction.unknown()
-    compare = _comparison(instruction, parts[1], kind)
+    compare = _comparison(instruction, parts[1], "f32" if kind == "bf16" else kind)
+    if kind == "bf16":
+        on_floats = compare
+        compare = lambda a, b: on_floats(from_bfloat16(a), from_bfloat16(b))  # noqa: E731
     if len(parts) == 3:
         return elementwise(program, instruction, compare, [kind, kind])
     if len(parts) != 4 or parts[2] not in _JOIN:
@@ -221,6 +281,23 @@ def _set_predicate(program: Program, instruction: Instruction) -> Step:
     return elementwise(
         program, instruction, lambda a, b, p: join(compare(a, b), p), [kind, kind, "pred"]
     )
+
+
+def _set_both(program: Program, instruction: Instruction) -> Step:
+    """``setp`` of packed halves: a predicate for the lower one, and one for the upper."""
+    compare = _comparison(instruction, instruction.parts[1], "f16")
+    low, _, high = instruction.operands[0].partition("|")
+    writes = [writer(program, name) for name in (low, high)]
+    reads = [reader(program, text, "b32") for text in instruction.operands[1:]]
+
+    def run(machine: Machine, mask: Mask) -> None:
+        pairs = [
+            np.ascontiguousarray(read(machine)).view(np.float16).reshape(-1, 2) for read in reads
+        ]
+        for write, holds in zip(writes, compare(*pairs).T, strict=True):
+            write(machine, holds, mask)
+
+    return run
 
 
 def _set_packed(program: Program, instruction: Instruction) -> Step:
@@ -266,6 +343,11 @@ def flushed(values: Array) -> Array:
     return np.where(tiny, np.copysign(values.dtype.type(0), values), values)
 
 
+def _coarse_tanh(values: Array) -> Array:
+    bits = np.tanh(values).view(np.uint64)
+    return (bits & ~np.uint64(2**41 - 1)).view(np.float64)
+
+
 _APPROXIMATE = ("approx", "ftz")
 TABLE: dict[str, Build] = {
     "add": _arithmetic(np.add),
@@ -276,10 +358,16 @@ TABLE: dict[str, Build] = {
     "fma": _fma,
     "div": _divide,
     "rem": _remainder,
-    "min": _extreme(np.fmin, np.minimum),
-    "max": _extreme(np.fmax, np.maximum),
+    "min": _extreme(smaller),
+    "max": _extreme(larger),
     "abs": _arithmetic(np.abs),
     "neg": _arithmetic(np.negative),
+    "copysign": lambda program, instruction: elementwise(
+        program,
+        instruction,
+        lambda sign, of: np.copysign(of, sign),
+        [only(instruction, (), ("f32", "f64"))] * 2,
+    ),
     "setp": _set_predicate,
     "set": _set_packed,
     "selp": _select,
@@ -290,5 +378,5 @@ TABLE: dict[str, Build] = {
     "lg2": _function(np.log2, _APPROXIMATE),
     "sin": _function(np.sin, _APPROXIMATE),
     "cos": _function(np.cos, _APPROXIMATE),
-    "tanh": _function(np.tanh, ("approx",)),
+    "tanh": _function(_coarse_tanh, ("approx",)),
 }

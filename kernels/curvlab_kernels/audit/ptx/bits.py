@@ -101,6 +101,10 @@ def _permute(program: Program, instruction: Instruction) -> Step:
     only(instruction, (), ("b32",))
 
     def chosen(a: Array, b: Array, selector: Array) -> Array:
+        if selector.size == 1 and not int(selector[0]) & 0x8888:
+            picks = [int(selector[0]) >> 4 * place & 7 for place in range(4)]
+            pairs = np.stack(np.broadcast_arrays(a, b), axis=1)
+            return np.ascontiguousarray(pairs.view(np.uint8)[:, picks]).view(np.uint32)[:, 0]
         both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
         result = np.zeros(1, np.uint32)
         for place in range(4):

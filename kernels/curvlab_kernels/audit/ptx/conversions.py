@@ -6,6 +6,7 @@ from curvlab_kernels.audit.ptx.arithmetic import elementwise, flushed
 from curvlab_kernels.audit.ptx.machine import Step
 from curvlab_kernels.audit.ptx.numbers import (
     FLOATS,
+    ROUNDING,
     TYPES,
     Array,
     bits_of,
@@ -18,7 +19,6 @@ from curvlab_kernels.audit.ptx.numbers import (
 )
 from curvlab_kernels.audit.ptx.program import Instruction, Program
 
-_TO_INTEGER = ("rni", "rzi", "rmi", "rpi")
 _HALVES = ("f16x2", "bf16x2")
 _EIGHTHS = ("e4m3x2", "e5m2x2")
 
@@ -41,7 +41,7 @@ def convert(program: Program, instruction: Instruction) -> Step:
         return elementwise(program, instruction, lambda x: x.astype(TYPES[to]), [source])
     if source in FLOATS:
         mode, *flush = modifiers or [""]
-        if mode not in _TO_INTEGER or flush not in ([], ["ftz"]):
+        if mode not in ROUNDING or flush not in ([], ["ftz"]):
             raise instruction.unknown()
         before = flushed if flush else np.asarray
         return elementwise(
@@ -71,14 +71,15 @@ def _between_integers(
 def _between_floats(
     program: Program, instruction: Instruction, modifiers: list[str], to: str, source: str
 ) -> Step:
-    if modifiers not in ([], ["rn"], ["rz"]) and not (to == source and modifiers[0] in _TO_INTEGER):
+    if to == source:
+        mode, *flush = modifiers or [""]
+        if mode not in ROUNDING or flush not in ([], ["ftz"]) or to == "bf16":
+            raise instruction.unknown()
+        before = flushed if flush else np.asarray
+        return elementwise(program, instruction, lambda x: ROUNDING[mode](before(x)), [source])
+    if modifiers not in ([], ["rn"], ["rz"]):
         raise instruction.unknown()
     zero = modifiers == ["rz"]
-    if to == source:
-        if len(modifiers) != 1 or modifiers[0] not in _TO_INTEGER or to == "bf16":
-            raise instruction.unknown()
-        whole = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[modifiers[0]]
-        return elementwise(program, instruction, whole, [source])
     if source == "bf16":
         return elementwise(
             program, instruction, lambda x: from_bfloat16(x).astype(TYPES[to]), [source]

@@ -1,6 +1,6 @@
 """The table of instructions. What is not in it is an error, never skipped."""
 
-from curvlab_kernels.audit.ptx import arithmetic, bits, movement, warps
+from curvlab_kernels.audit.ptx import arithmetic, bits, matrices, movement, warps
 from curvlab_kernels.audit.ptx.arithmetic import Build
 from curvlab_kernels.audit.ptx.conversions import convert
 from curvlab_kernels.audit.ptx.machine import Step
@@ -14,8 +14,10 @@ TABLE: dict[str, Build] = (
         "mov": movement.move,
         "ld": movement.load,
         "st": movement.store,
-        "ldmatrix": warps.matrix,
-        "stmatrix": warps.matrix,
+        "cp": movement.copy,
+        "ldmatrix": matrices.matrix,
+        "stmatrix": matrices.matrix,
+        "mma": matrices.multiply,
         "shfl": warps.shuffle,
         "bar": warps.warp_barrier,  # a block's barrier is the scheduler's
         "redux": warps.reduce,

@@ -3,15 +3,18 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from curvlab_kernels._triton.launch import Launch, handed_to
 from curvlab_kernels.audit.ptx.memory import GlobalMemory
-from curvlab_kernels.audit.ptx.program import parse
-from curvlab_kernels.audit.ptx.report import Report
+from curvlab_kernels.audit.ptx.movement import order_counts
+from curvlab_kernels.audit.ptx.numbers import FLOATS
+from curvlab_kernels.audit.ptx.program import Instruction, parse
+from curvlab_kernels.audit.ptx.report import Fault, Report
 from curvlab_kernels.audit.ptx.scheduler import LANES, LIMIT, Executable
 
 Order = Callable[[int], Iterable[int]]  # of the number of blocks
@@ -58,7 +61,8 @@ def execute(
         architecture: Compute capability times ten: 80, 90 or 100.
         reaches: Tensors that the kernel finds by addresses in a table, not by its arguments.
         races: Look for races in global memory, which lists every access.
-        order: Gives the order in which blocks run; all in ascending order by default.
+        order: Gives the order in which blocks run. By default all in ascending order; if what
+            atomics return is used, once more in descending order, with the same results.
         lanes: Threads that run side by side.
         limit: Instructions that a thread may take; a kernel that takes more may never end.
         constants: Compile-time arguments and options such as ``num_warps``.
@@ -67,18 +71,48 @@ def execute(
     spans = [_span(tensor) for tensor in (*tensors, *reaches) if tensor.numel()]
     spans += [(each.ctypes.data, each.nbytes) for each in loaded.code.program.tables.values()]
     x, y, z = _programs(grid(named) if callable(grid) else grid)
-    report = loaded.code.run(
-        (x, y, z),
-        values,
-        GlobalMemory(spans),
-        dynamic_shared=loaded.shared,
-        races=races,
-        order=None if order is None else order(x * y * z),
-        lanes=lanes,
-        limit=limit,
-    )
+    memory, program = GlobalMemory(spans), loaded.code.program
+    options: dict[str, Any] = {
+        "dynamic_shared": loaded.shared,
+        "races": races,
+        "lanes": lanes,
+        "limit": limit,
+    }
+    run = partial(loaded.code.run, (x, y, z), values, memory, **options)
+    found = memory.bytes() if order is None and order_counts(program) else None
+    report = run(order=None if order is None else order(x * y * z))
     report.require_clean()
+    if found is not None:
+        left, tensors = memory.bytes(), [*tensors, *reaches]
+        results = [tensor.clone() for tensor in tensors]
+        memory.restore(found)
+        run(backwards=True).require_clean()
+        rounds = any(_adds_floats(each) for each in program.instructions)
+        for first, second in zip(results, tensors, strict=True):
+            _require_same(first, second, rounds, program.name)
+        memory.restore(left)
     return report
+
+
+def _adds_floats(instruction: Instruction) -> bool:
+    parts = instruction.parts
+    return parts[0] in ("atom", "red") and "add" in parts and parts[-1] in ("bf16", *FLOATS)
+
+
+def _require_same(first: Tensor, second: Tensor, rounds: bool, kernel: str) -> None:
+    """Raise unless results in two orders are the same bits, or where atomics add floats, near."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    differ = first.view(bits) != second.view(bits)
+    if rounds and first.is_floating_point() and first.numel():
+        a, b = first.double(), second.double()
+        allowed = 64 * torch.finfo(first.dtype).eps * a.abs().nan_to_num(0, 0, 0).max()
+        differ &= ~((a - b).abs() <= allowed) & ~(a.isnan() & b.isnan())
+    if differ.any():
+        raise Fault(
+            f"{kernel}: the result depends on the order in which blocks or threads come to its "
+            f"atomics: {int(differ.sum())} elements of a tensor of shape {tuple(first.shape)} are "
+            f"others with the last block first. If each order is right, choose one by order="
+        )
 
 
 def execute_launch(launch: Launch, architecture: int = 80, **options: Any) -> Report:

@@ -19,7 +19,7 @@ from curvlab_kernels.audit.ptx.memory import (
 )
 from curvlab_kernels.audit.ptx.numbers import TYPES, UNSIGNED, Array, bits_of
 from curvlab_kernels.audit.ptx.program import BITS, Instruction, Program
-from curvlab_kernels.audit.ptx.races import AccessLog, access
+from curvlab_kernels.audit.ptx.races import Access, AccessLog
 from curvlab_kernels.audit.ptx.report import Fault, Report
 
 _PLACES = ("tid", "ntid", "ctaid", "nctaid")
@@ -35,6 +35,7 @@ class Machine:
         programs: The numbers of the blocks in this batch.
         arguments: The kernel's parameters, as bits or numbers.
         log: Where global accesses are listed; None leaves races in global memory unchecked.
+        backwards: Whether atomics take the last lane first.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Machine:
         memory: GlobalMemory,
         log: AccessLog | None,
         report: Report,
+        backwards: bool = False,
     ) -> None:
         threads, blocks = program.threads, len(programs)
         self.threads, self.blocks, self.lanes = threads, blocks, threads * blocks
@@ -59,6 +61,10 @@ class Machine:
         self.thread = self.number * threads + self.tid
         self.epoch = np.zeros(self.lanes, np.int32)  # barriers of the block so far
         self.warp_epoch = np.zeros(self.lanes, np.int32)  # and of the warp
+        self.backwards = backwards
+        self.group = np.zeros(self.lanes, np.int64)  # of asynchronous copies
+        # Lanes, their groups, places in shared memory, what is to come there.
+        self.under_way: list[tuple[Array, Array, Array, Array]] = []
         self.current = 0  # index of the instruction under way
         size = program.static_shared + dynamic_shared
         narrowest = _narrowest(program)
@@ -106,6 +112,22 @@ class Machine:
         self.epoch.reshape(self.blocks, -1)[blocks] += 1
         self.report.barriers += len(blocks)
 
+    def commit(self, active: Array) -> None:
+        """Asynchronous copies since the last group are a group."""
+        self.group[active] += 1
+
+    def wait(self, active: Array, most: int, instruction: Instruction) -> None:
+        """Let copies arrive, except for those of the ``most`` groups that came last."""
+        waits = np.zeros(self.lanes, bool)
+        waits[active] = True
+        left = []
+        for lanes, group, spot, bits in self.under_way:
+            now = waits[lanes] & (group < self.group[lanes] - most)
+            self.shared.store(spot[now], bits[now], self.stamp(lanes[now]), instruction)
+            if not now.all():
+                left.append((lanes[~now], group[~now], spot[~now], bits[~now]))
+        self.under_way = left
+
     def listed(
         self,
         active: Array,
@@ -114,13 +136,17 @@ class Machine:
         width: int,
         values: Array | None = None,
         atomic: bool = False,
+        releases: bool = False,
+        acquires: bool = False,
     ) -> None:
-        """Note a global access for the search for races, and its bytes."""
+        """Note a global access for the search for races (see ``Access``), and its bytes."""
         kind = "global read" if values is None else "global written"
         self.report.bytes[kind] += addresses.size * width
         if self.log is not None:
             who = self.number[active], self.thread[active], self.epoch[active]
-            self.log.add(access(self.current, owner, addresses, width, who, values, atomic))
+            how = atomic, releases, acquires
+            when = self.current, len(self.log)
+            self.log.add(Access(*when, owner, addresses, width, *who, values, *how))
 
     def whole_warps(self, mask: Mask, instruction: Instruction) -> Array:
         """The lanes of the warps that take part; raises if part of a warp does."""

@@ -69,6 +69,18 @@ class GlobalMemory:
             )
         return owner
 
+    def bytes(self) -> list[Array]:
+        """What every allocation holds."""
+        return [self._views[1][each].copy() for each in self._places()]
+
+    def restore(self, held: list[Array]) -> None:
+        for place, each in zip(self._places(), held, strict=True):
+            self._views[1][place] = each
+
+    def _places(self) -> list[slice]:
+        pairs = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
+        return [slice(start - _LOWEST, end - _LOWEST) for start, end in pairs]
+
     def _describe(self, address: int) -> str:
         """Where an address lies, seen from the nearest allocation."""
         places = []

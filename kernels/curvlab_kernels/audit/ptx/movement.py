@@ -194,6 +194,49 @@ def store(program: Program, instruction: Instruction) -> Step:
     return run
 
 
+def copy(program: Program, instruction: Instruction) -> Step:
+    """``cp.async``: from global to shared memory; until its thread has waited, NaN is there."""
+    parts, operands = instruction.parts, instruction.operands
+    if parts == ("cp", "async", "commit_group"):
+        return lambda machine, mask: machine.commit(machine.active(mask))
+    if parts in (("cp", "async", "wait_group"), ("cp", "async", "wait_all")):
+        most = int(operands[0], 0) if operands else -1  # groups that may still be under way
+        return lambda machine, mask: machine.wait(machine.active(mask), most, instruction)
+    if not set(parts[2:]) <= _HINTS | {"shared", "global"} or not 3 <= len(operands) <= 4:
+        raise instruction.unknown()
+    to, source, width = (
+        addresses(program, operands[0]),
+        addresses(program, operands[1]),
+        int(operands[2], 0),
+    )
+    taken = reader(program, operands[-1], "u32")  # fewer bytes are followed by zeros
+
+    def run(machine: Machine, mask: Mask) -> None:
+        active = machine.active(mask)
+        if not active.size:
+            return
+        size = machine.spread(taken(machine))[active]
+        if not np.isin(size, (0, width)).all():
+            raise instruction.unknown("copies a part of its bytes")
+        place = machine.shared.place(
+            machine.spread(to(machine))[active], machine.block[active], width, instruction
+        )
+        bits = np.zeros((active.size, width // 4), np.uint32)
+        some = np.flatnonzero(size)
+        if some.size:
+            at = machine.spread(source(machine))[active[some]]
+            found = _from_global(machine, active[some], at, width, instruction)
+            bits[some] = found.view(np.uint32).reshape(-1, width // 4)
+        for piece in range(width // 4):
+            spot, stamp = place + 4 * piece, machine.stamp(active)
+            machine.shared.store(
+                spot, np.full(active.size, 2**32 - 1, np.uint32), stamp, instruction
+            )
+            machine.under_way.append((active, machine.group[active], spot, bits[:, piece]))
+
+    return run
+
+
 _ATOMIC: dict[str, Callable[[Array, Array], Array]] = {
     "add": np.add,
     "min": np.minimum,
@@ -207,6 +250,19 @@ _ATOMIC: dict[str, Callable[[Array, Array], Array]] = {
 
 def _add_bfloat16(first: Array, second: Array) -> Array:
     return to_bfloat16(from_bfloat16(first) + from_bfloat16(second))
+
+
+def looked_at(program: Program, instruction: Instruction) -> bool:
+    """Whether an instruction reads the register that this atomic puts the old value in."""
+    return instruction.parts[0] == "atom" and instruction.operands[0] in program.read
+
+
+def order_counts(program: Program) -> bool:
+    """Whether results may depend on the order of atomics, more than by rounding."""
+    found = [each for each in program.instructions if each.parts[0] in ("atom", "red")]
+    operations = {part for each in found for part in each.parts if part in (*_ATOMIC, "cas")}
+    single = len(operations) <= 1 and not operations & {"exch", "cas"}
+    return not single or any(looked_at(program, each) for each in found)
 
 
 def atomic(program: Program, instruction: Instruction) -> Step:
@@ -227,16 +283,24 @@ def atomic(program: Program, instruction: Instruction) -> Step:
         raise instruction.unknown("has another number of operands than expected")
     reads = [reader(program, text, kind) for text in texts]
     width = TYPES[kind].itemsize
+    noticed = {
+        "releases": bool({"release", "acq_rel"} & set(parts)) and "cta" not in parts,
+        "acquires": bool({"acquire", "acq_rel"} & set(parts))
+        and "cta" not in parts
+        and looked_at(program, instruction),
+    }
 
     def run(machine: Machine, mask: Mask) -> None:
         active = machine.active(mask)
         if not active.size:
             return
+        active = active[::-1] if machine.backwards else active
         at = machine.spread(where(machine))[active]
         values = [machine.spread(read(machine))[active] for read in reads]
         if space == "global":
             owner = machine.memory.locate(at, width, instruction)
-            machine.listed(active, owner, at, width, bits_of(values[-1]), atomic=True)
+            bits = bits_of(values[-1])
+            machine.listed(active, owner, at, width, bits, atomic=True, **noticed)
         else:
             at = machine.shared.place(at, machine.block[active], width, instruction)
         stamp = machine.stamp(active, atomic=True)

@@ -25,6 +25,15 @@ FLOATS = ("f16", "f32", "f64")
 _FLOAT8 = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 
 
+# Float to whole number: nearest, toward zero, down, up.
+ROUNDING: dict[str, np.ufunc] = {
+    "rni": np.rint,
+    "rzi": np.trunc,
+    "rmi": np.floor,
+    "rpi": np.ceil,
+}
+
+
 def bits_of(values: Array) -> Array:
     """The same bits as unsigned integers; predicates stay."""
     return values if values.dtype == bool else values.view(UNSIGNED[values.dtype.itemsize])
@@ -32,12 +41,38 @@ def bits_of(values: Array) -> Array:
 
 def fused(a: Array, b: Array, c: Array) -> Array:
     """``a * b + c`` with one rounding, for float16, float32 and float64 arrays."""
-    if a.dtype == np.float64:
-        return _fused_double(a, b, c)
+    return _fused_double(a, b, c) if a.dtype == np.float64 else _wide(a, b, c).astype(a.dtype)
+
+
+def fused_toward_zero(a: Array, b: Array, c: Array) -> Array:
+    """The same for float16 and float32, rounded toward zero."""
+    wide = _wide(a, b, c)
+    return toward_zero(wide, wide.astype(a.dtype))
+
+
+def fused_to_odd(a: Array, b: Array, c: Array) -> Array:
+    """The same for float32, rounded to odd: for who rounds once more, to fewer bits."""
+    wide = _wide(a, b, c)
+    near = toward_zero(wide, wide.astype(np.float32))
+    odd = bits_of(near) | (near != wide).astype(np.uint32)
+    return np.where(np.isfinite(near), odd, bits_of(near)).view(np.float32)
+
+
+def _wide(a: Array, b: Array, c: Array) -> Array:
     # The product is exact in float64; the sum is rounded to odd there, so that the second rounding
     # is the only one that counts (Boldo and Melquiond, 2008).
     product = a.astype(np.float64) * b.astype(np.float64)
-    return _sum_to_odd(product, c.astype(np.float64)).astype(a.dtype)
+    return _sum_to_odd(product, c.astype(np.float64))
+
+
+def larger(a: Array, b: Array, keep: bool) -> Array:
+    """The larger one; of two zeros the positive one. NaN wins if it is to ``keep``, else loses."""
+    most = (np.maximum if keep else np.fmax)(a, b)
+    return np.where((a == 0) & (b == 0), a + b, most) if a.dtype.kind == "f" else most
+
+
+def smaller(a: Array, b: Array, keep: bool) -> Array:
+    return -larger(-a, -b, keep) if a.dtype.kind == "f" else np.minimum(a, b)
 
 
 def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
@@ -117,10 +152,9 @@ def to_float8(values: Array, kind: str) -> Array:
 
 def to_integer(values: Array, kind: str, mode: str) -> Array:
     """Float to integer as ``cvt`` does it: rounded, saturating, NaN to zero."""
-    rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode]
     target = TYPES[kind]
     limits = np.iinfo(target)
-    whole = rounding(values.astype(np.float64))
+    whole = ROUNDING[mode](values.astype(np.float64))
     # The largest 64-bit integer is no float64: what reaches it is set, not converted.
     top = whole >= float(limits.max)
     inside = np.where(np.isnan(whole) | top, 0.0, np.maximum(whole, float(limits.min)))

@@ -8,6 +8,7 @@ in the body is an error, because what is skipped would not be executed.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ class Instruction:
         return UnknownInstruction(f"{self} {why}; it is never skipped")
 
 
-@dataclass(slots=True)
+@dataclass
 class Program:
     """A parsed kernel.
 
@@ -78,6 +79,15 @@ class Program:
     static_shared: int = 0
     local: int = 0
     tables: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
+
+    @cached_property
+    def read(self) -> set[str]:
+        """The registers that some instruction reads."""
+        texts = []
+        for each in self.instructions:
+            writes_first = each.operands and not each.operands[0].startswith("[")
+            texts += [*each.operands[bool(writes_first) :], each.guard[0] if each.guard else ""]
+        return set(re.findall(r"%[\w$@]+", " ".join(texts)))
 
     def register(self, name: str) -> tuple[int, str]:
         """Number and type of a register."""

@@ -1,11 +1,14 @@
 """Races in global memory: every access of a launch is listed, and conflicts are looked for.
 
 Two threads conflict at an address if one writes and nothing orders them. Blocks of one launch
-are never ordered; threads of one block are by a barrier between. Without conflicts the result does
-not depend on the order in which blocks or warps run.
+are ordered only by an atomic with release in one whose effect an atomic with acquire in the other
+finds (a counter that tells the last block so); threads of one block by a barrier between. Without
+conflicts the result does not depend on the order in which blocks or warps run, unless by what
+atomics return: :func:`launching.execute` tries another order for that.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +19,11 @@ from curvlab_kernels.audit.ptx.report import Report
 
 
 @dataclass(frozen=True, slots=True)
-class _Access:
+class Access:
+    """One executed load, store or atomic: what each lane does."""
+
     instruction: int
+    tick: int  # accesses before it
     owner: Array  # allocation of each address
     addresses: Array
     width: int
@@ -25,7 +31,9 @@ class _Access:
     thread: Array  # number in the whole launch
     epoch: Array
     values: Array | None  # of a write
-    atomic: bool
+    atomic: bool = False
+    releases: bool = False
+    acquires: bool = False  # and somebody looks at what it returns
 
 
 @dataclass(slots=True)
@@ -39,6 +47,7 @@ class _Table:
     instruction: Array
     value: Array
     atomic: Array
+    order: Array  # of execution
 
     def at(self, index: Array | slice) -> "_Table":
         return _Table(*(getattr(self, name)[index] for name in self.__slots__))
@@ -48,10 +57,13 @@ class AccessLog:
     """The global accesses of one launch."""
 
     def __init__(self) -> None:
-        self.reads: list[_Access] = []
-        self.writes: list[_Access] = []
+        self.reads: list[Access] = []
+        self.writes: list[Access] = []
 
-    def add(self, access: _Access) -> None:
+    def __len__(self) -> int:
+        return len(self.reads) + len(self.writes)
+
+    def add(self, access: Access) -> None:
         (self.reads if access.values is None else self.writes).append(access)
 
     def report(self, report: Report, instructions: Sequence[Instruction]) -> None:
@@ -62,27 +74,25 @@ class AccessLog:
         reads = [r for r in self.reads if np.isin(r.owner, written).any()]
         unit = min(access.width for access in self.writes + reads)
         writes = _tabulate(self.writes, unit)
-        order = np.lexsort((writes.thread, writes.epoch, writes.block, writes.unit))
-        writes = writes.at(order)
-        _writes_against_writes(writes, report, instructions)
+        writes = writes.at(np.lexsort((writes.thread, writes.epoch, writes.block, writes.unit)))
+        handed_on = _HandedOn(self.writes, unit)
+        clash = _clashing_writes(writes)
+        found = Counter(writes.instruction[clash].tolist())
+        if found and handed_on.acquires:  # then pairs have to be looked at, up to the first
+            suspects = writes.at(np.isin(writes.unit, writes.unit[clash]))
+            plain = suspects.at(~suspects.atomic)
+            pair = next(_clashes(plain, suspects, handed_on, equal=True), None)
+            found = Counter({pair[1]: pair[2]} if pair else {})
+        for instruction, number in found.items():
+            what = "race in global memory: two threads write one address"
+            report.found(what, instructions[instruction], number)
         if reads:
-            _reads_against_writes(_tabulate(reads, unit), writes, report, instructions)
+            for read, wrote, number in _clashes(_tabulate(reads, unit), writes, handed_on):
+                what = f"race in global memory with {instructions[wrote]}"
+                report.found(what, instructions[read], number)
 
 
-def access(
-    instruction: int,
-    owner: Array,
-    addresses: Array,
-    width: int,
-    who: tuple[Array, Array, Array],
-    values: Array | None = None,
-    atomic: bool = False,
-) -> _Access:
-    """One executed load or store; ``who`` is block, thread and epoch of each address."""
-    return _Access(instruction, owner, addresses, width, *who, values, atomic)
-
-
-def _tabulate(accesses: Sequence[_Access], unit: int) -> _Table:
+def _tabulate(accesses: Sequence[Access], unit: int) -> _Table:
     columns: list[list[Array]] = [[] for _ in _Table.__slots__]
     for each in accesses:
         count = each.addresses.size
@@ -96,6 +106,7 @@ def _tabulate(accesses: Sequence[_Access], unit: int) -> _Table:
                 np.full(count, each.instruction),
                 np.zeros(count, np.uint64) if pieces is None else pieces[:, piece],
                 np.full(count, each.atomic),
+                (each.tick << 32) + np.arange(count),
             )
             for column, values in zip(columns, row, strict=True):
                 column.append(values)
@@ -130,35 +141,91 @@ def _harmless(writes: _Table, *same: str) -> Array:
     return harmless
 
 
-def _writes_against_writes(
-    writes: _Table, report: Report, instructions: Sequence[Instruction]
-) -> None:
+def _clashing_writes(writes: _Table) -> Array:
+    """Which sorted writes conflict with their neighbour, as far as barriers tell.
+
+    Neighbours stand for all writes of their address: two blocks that write it are neighbours
+    somewhere, and so are two threads of a block between two barriers.
+    """
     before, after = writes.at(slice(None, -1)), writes.at(slice(1, None))
-    clash = (before.unit == after.unit) & _unordered(before, after)
-    # Neighbours stand for all writes of their address: two blocks that write it are neighbours
-    # somewhere, and so are two threads of a block between two barriers.
     by_epoch = _harmless(writes, "unit", "block", "epoch")[1:]
-    clash &= ~np.where(before.block == after.block, by_epoch, _harmless(writes, "unit")[1:])
-    for instruction in np.unique(after.instruction[clash]):
-        count = int((after.instruction[clash] == instruction).sum())
-        what = "race in global memory: two threads write one address"
-        report.found(what, instructions[instruction], count)
+    harmless = np.where(before.block == after.block, by_epoch, _harmless(writes, "unit")[1:])
+    clash = (before.unit == after.unit) & _unordered(before, after) & ~harmless
+    return np.concatenate([[False], clash])
 
 
-def _reads_against_writes(
-    reads: _Table, writes: _Table, report: Report, instructions: Sequence[Instruction]
-) -> None:
-    units, first, count = np.unique(writes.unit, return_index=True, return_counts=True)
-    slot = np.minimum(np.searchsorted(units, reads.unit), len(units) - 1)
-    hit = units[slot] == reads.unit
-    reads, slot = reads.at(hit), slot[hit]
-    for turn in range(int(count.max())):
-        here = turn < count[slot]
-        some, write = reads.at(here), writes.at(first[slot[here]] + turn)
-        clash = _unordered(some, write)
-        pairs = np.stack([some.instruction[clash], write.instruction[clash]], axis=1)
-        for (read, wrote), number in zip(
+def _turns(keys: Array, wanted: Array) -> Iterator[tuple[Array, Array]]:
+    """Where each of ``wanted`` is in sorted ``keys``, one place of each per turn: both indices."""
+    first, last = (np.searchsorted(keys, wanted, side) for side in ("left", "right"))
+    for turn in range(int((last - first).max(initial=0))):
+        here = np.flatnonzero(first + turn < last)
+        yield here, first[here] + turn
+
+
+def _clashes(
+    some: _Table, writes: _Table, handed_on: "_HandedOn", equal: bool = False
+) -> Iterator[tuple[int, int, int]]:
+    """Pairs of instructions, of ``some`` and of sorted ``writes``, that conflict; how often.
+
+    Args:
+        equal: Whether ``some`` are writes, which do not conflict with those of the same value.
+    """
+    for here, place in _turns(writes.unit, some.unit):
+        mine, other = some.at(here), writes.at(place)
+        clash = _unordered(mine, other)
+        if equal:
+            clash &= other.atomic | (mine.value != other.value)
+        mine, other = mine.at(clash), other.at(clash)
+        left = ~(handed_on.before(mine, other) | handed_on.before(other, mine))
+        pairs = np.stack([mine.instruction[left], other.instruction[left]], axis=1)
+        for (first, second), number in zip(
             *np.unique(pairs, axis=0, return_counts=True), strict=True
         ):
-            what = f"race in global memory with {instructions[wrote]}"
-            report.found(what, instructions[read], int(number))
+            yield int(first), int(second), int(number)
+
+
+class _HandedOn:
+    """What one block wrote and another may read, because an atomic told it so.
+
+    A block hands on what it did before an atomic with release (by the same thread, or before a
+    barrier); one that comes later at the same address, with acquire, takes it over.
+    """
+
+    def __init__(self, writes: Sequence[Access], unit: int) -> None:
+        self.acquires = _by_address([each for each in writes if each.acquires], unit)
+        releases = [each for each in writes if each.releases and self.acquires]
+        self.releases = _by_address(releases, unit)
+
+    def before(self, first: _Table, second: _Table) -> Array:
+        """Whether ``first`` is ordered before ``second``, pair by pair."""
+        ordered = np.zeros(first.unit.size, bool)
+        for unit in self.acquires.keys() & self.releases.keys() if ordered.size else ():
+            released = _nearest(self.releases[unit], first, 1)
+            ordered |= released < _nearest(self.acquires[unit], second, -1)
+        return ordered
+
+
+def _nearest(events: _Table, accesses: _Table, sign: int) -> Array:
+    """When, for each access, its block's next event after it is (or, -1, the last one before)."""
+    found = np.full(accesses.unit.size, np.iinfo(np.int64).max if sign > 0 else -1)
+    for here, place in _turns(events.block, accesses.block):
+        event, mine = events.at(place), accesses.at(here)
+        same = event.thread == mine.thread  # and perhaps the access is the event
+        reached = np.where(same, mine.order <= event.order, mine.epoch < event.epoch)
+        if sign < 0:
+            reached = np.where(same, mine.order >= event.order, mine.epoch > event.epoch)
+        here, when = here[reached], event.order[reached]
+        found[here] = (np.minimum if sign > 0 else np.maximum)(found[here], when)
+    return found
+
+
+def _by_address(accesses: Sequence[Access], unit: int) -> dict[int, _Table]:
+    """Accesses of each address, sorted by block."""
+    if not accesses:
+        return {}
+    table = _tabulate(accesses, unit)
+    table = table.at(np.lexsort((table.block, table.unit)))
+    units, first = np.unique(table.unit, return_index=True)
+    ends = [*first[1:].tolist(), None]
+    parts = [table.at(slice(*each)) for each in zip(first.tolist(), ends, strict=True)]
+    return dict(zip(units.tolist(), parts, strict=True))

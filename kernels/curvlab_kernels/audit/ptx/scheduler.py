@@ -51,6 +51,7 @@ class Executable:
         order: Iterable[int] | None = None,
         lanes: int = LANES,
         limit: int = LIMIT,
+        backwards: bool = False,
     ) -> Report:
         """Execute the blocks of a grid; raises :class:`Fault` where it cannot go on.
 
@@ -59,19 +60,21 @@ class Executable:
             order: The blocks in the order in which they run; a part of them counts for a part.
             lanes: Threads that run side by side.
             limit: Instructions that a thread may take.
+            backwards: The last block first, one or a few at a time, and so the lanes of atomics.
         """
         blocks = np.fromiter(range(int(np.prod(grid))) if order is None else order, np.int64)
+        blocks = blocks[::-1] if backwards else blocks
         report = Report(self.program.name, len(blocks))
         log = AccessLog() if races else None
         shared = max(self.program.static_shared + dynamic_shared, 1)
         size = max(1, min(lanes // self.program.threads, _SHARED_BYTES // shared))
+        size = min(size, -(-len(blocks) // 64)) if backwards else size
         issued = np.zeros(len(self.steps), np.int64)
         with np.errstate(all="ignore"):
             for first in range(0, len(blocks), size):
                 batch = blocks[first : first + size]
-                machine = Machine(
-                    self.program, grid, batch, arguments, dynamic_shared, memory, log, report
-                )
+                state = dynamic_shared, memory, log, report, backwards
+                machine = Machine(self.program, grid, batch, arguments, *state)
                 _Batch(self, machine, issued).run(limit)
         report.counts = issued.tolist()
         for instruction, count in zip(self.program.instructions, report.counts, strict=True):

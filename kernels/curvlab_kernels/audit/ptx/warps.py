@@ -1,69 +1,22 @@
-"""Instructions that the lanes of a warp execute together: shuffles and matrices."""
+"""Instructions that the lanes of a warp execute together: shuffles, barriers, reductions."""
+
+from collections.abc import Callable
+from functools import partial
+from functools import reduce as reduce_columns
 
 import numpy as np
 
-from curvlab_kernels.audit.ptx.arithmetic import only
 from curvlab_kernels.audit.ptx.machine import (
     WARP,
     Machine,
     Mask,
     Step,
-    addresses,
-    listed,
     reader,
     writer,
 )
-from curvlab_kernels.audit.ptx.numbers import UNSIGNED, Array
+from curvlab_kernels.audit.ptx.numbers import Array, larger, smaller
 from curvlab_kernels.audit.ptx.program import Instruction, Program
 from curvlab_kernels.audit.ptx.report import Fault
-
-
-def matrix(program: Program, instruction: Instruction) -> Step:
-    """``ldmatrix`` and ``stmatrix``: 8x8 matrices of 16-bit elements, one row's address per lane.
-
-    Lane ``l`` holds elements ``2 (l % 4)`` and the next of row ``l / 4``, of the transpose with
-    ``trans``.
-    """
-    parts, loads = instruction.parts, instruction.parts[0] == "ldmatrix"
-    known = {"sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "cta"}
-    only(instruction, known, ("b16",))
-    registers, address = instruction.operands if loads else instruction.operands[::-1]
-    names = listed(registers)
-    if f"x{len(names)}" not in parts:
-        raise instruction.unknown("has another number of registers than its opcode says")
-    where = addresses(program, address)
-    crossed = "trans" in parts
-    lane = np.arange(WARP)
-    puts = [writer(program, name) for name in names] if loads else []
-    gets = [] if loads else [reader(program, name, "b32") for name in names]
-
-    def run(machine: Machine, mask: Mask) -> None:
-        active = machine.whole_warps(mask, instruction)
-        at = machine.spread(where(machine)).reshape(-1, WARP)
-        shared, block, stamp = machine.shared, machine.block[active], machine.stamp(active)
-        for index in range(len(names)):
-            rows = at[:, 8 * index : 8 * index + 8]
-            if crossed:
-                places = [rows[:, 2 * (lane % 4) + e] + 2 * (lane // 4) for e in (0, 1)]
-            else:
-                places = [rows[:, lane // 4] + 4 * (lane % 4)]
-            width = 4 // len(places)
-            spots = [
-                shared.place(each.reshape(-1)[active], block, width, instruction) for each in places
-            ]
-            if loads:
-                found = [shared.load(spot, width, stamp, instruction) for spot in spots]
-                pairs = np.stack(found, axis=1).reshape(-1).view(np.uint32)
-                whole = np.zeros(machine.lanes, np.uint32)
-                whole[active] = pairs
-                puts[index](machine, whole, mask)
-            else:
-                values = machine.spread(gets[index](machine))[active]
-                halves = np.ascontiguousarray(values).view(UNSIGNED[width])
-                for e, spot in enumerate(spots):
-                    shared.store(spot, halves[e :: len(spots)], stamp, instruction)
-
-    return run
 
 
 def shuffle(program: Program, instruction: Instruction) -> Step:
@@ -84,10 +37,13 @@ def shuffle(program: Program, instruction: Instruction) -> Step:
     ]
 
     def run(machine: Machine, mask: Mask) -> None:
-        values, by, clamp, members = (machine.spread(read(machine)) for read in reads)
+        values, by, clamp, members = (read(machine) for read in reads)
         _check_members(machine, mask, members, instruction)
+        if by.size != clamp.size:
+            by, clamp = machine.spread(by), machine.spread(clamp)
         segment = (clamp.astype(np.int64) >> 8) & 31
-        lane, step = machine.lane, by.astype(np.int64) & 31
+        # One warp stands for all where they shuffle alike.
+        lane, step = machine.lane[: WARP if by.size == 1 else None], by.astype(np.int64) & 31
         last = (lane & segment) | (clamp.astype(np.int64) & 31 & ~segment)
         if mode == "up":
             source = lane - step
@@ -96,23 +52,25 @@ def shuffle(program: Program, instruction: Instruction) -> Step:
             others = {"down": lane + step, "bfly": lane ^ step}
             source = others.get(mode, (lane & segment) | (step & ~segment))
             inside = source <= last
-        source = np.where(inside, source, lane)
-        origin = np.arange(machine.lanes) - lane + source
+        source = np.where(inside, source, lane).reshape(-1, WARP)
+        origin = (np.arange(0, machine.lanes, WARP)[:, None] + source).reshape(-1)
         if mask is not None and not mask[origin[mask]].all():
             raise Fault(f"a lane that does not take part is read by {instruction}")
-        write(machine, values[origin], mask)
+        write(machine, machine.spread(values)[origin], mask)
         if write_flag is not None:
-            write_flag(machine, inside, mask)
+            write_flag(machine, np.resize(inside, machine.lanes), mask)
 
     return run
 
 
 def _check_members(machine: Machine, mask: Mask, members: Array, instruction: Instruction) -> None:
     """The lanes that execute a warp's instruction must be those that its mask names."""
+    if mask is None and members.size == 1 and int(members[0]) == 2**WARP - 1:
+        return
     active = np.ones(machine.lanes, bool) if mask is None else mask
     here = active.reshape(-1, WARP)
     present = (here.astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)
-    named = members.reshape(-1, WARP).astype(np.uint64)
+    named = machine.spread(members).reshape(-1, WARP).astype(np.uint64)
     wrong = here & (named != present[:, None])
     if wrong.any():
         warp = int(np.flatnonzero(wrong.any(1))[0])
@@ -137,7 +95,7 @@ def warp_barrier(program: Program, instruction: Instruction) -> Step:
     return run
 
 
-_REDUCE: dict[str, np.ufunc] = {
+_REDUCE: dict[str, Callable[[Array, Array], Array]] = {
     "add": np.add,
     "min": np.minimum,
     "max": np.maximum,
@@ -147,12 +105,10 @@ _REDUCE: dict[str, np.ufunc] = {
 }
 
 
-# Of floats NaN loses, or with ``NaN`` wins.
-_REDUCE_FLOATS: dict[tuple[str, ...], np.ufunc] = {
-    ("min",): np.fmin,
-    ("max",): np.fmax,
-    ("min", "NaN"): np.minimum,
-    ("max", "NaN"): np.maximum,
+_REDUCE_FLOATS: dict[tuple[str, ...], Callable[[Array, Array], Array]] = {
+    (name, *nan): partial(function, keep=bool(nan))
+    for name, function in (("min", smaller), ("max", larger))
+    for nan in ((), ("NaN",))
 }
 
 
@@ -173,9 +129,9 @@ def reduce(program: Program, instruction: Instruction) -> Step:
 
     def run(machine: Machine, mask: Mask) -> None:
         machine.whole_warps(mask, instruction)  # a part of a warp would need its own total
-        _check_members(machine, mask, machine.spread(named(machine)), instruction)
+        _check_members(machine, mask, named(machine), instruction)
         values = machine.spread(read(machine)).reshape(-1, WARP)
-        totals = function.reduce(values, axis=1, dtype=values.dtype)
+        totals = reduce_columns(function, values.T)
         write(machine, np.repeat(totals, WARP), mask)
 
     return run
