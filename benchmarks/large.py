@@ -18,7 +18,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +28,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import Row, as_small, format_table, peak_memory, row, write_rows
+from benchmarks.measure import (
+    Row,
+    Watch,
+    as_small,
+    format_table,
+    peak_memory,
+    row,
+    status_bytes,
+    write_rows,
+)
 from curvlab.eigen import lanczos
 from curvlab.eigen.room import Room
 from curvlab.losses import sequence
@@ -48,8 +56,8 @@ class Case:
     Attributes:
         limit: Bytes of the process.
         budget: Of the operator.
-        rows: Of the solver, in a mapped file.
-        k: Pairs; 0 asks for one product.
+        k: Pairs, with the solver's rows in a mapped file; 0 asks for one product.
+        rows: Of the solver; its usual number if ``None``.
         check: Whether the operator is checked when it is made.
         engine: Of the operator.
     """
@@ -59,8 +67,8 @@ class Case:
     loss: Callable[[Tensor, Tensor], Tensor]
     limit: int
     budget: int
-    rows: int = 0
     k: int = 0
+    rows: int | None = None
     check: bool = True
     engine: Literal["auto", "blockwise"] = "auto"
 
@@ -92,11 +100,11 @@ FULL = {
     ),
     "GPT-2 of 124 M, top 5": Case(
         partial(gpt2, 768, 12, 12), partial(text, 2, 16), sequence, limit=12 * GB,
-        budget=10 * GB, rows=28, k=5, check=False,
+        budget=10 * GB, k=5, check=False, engine="blockwise",
     ),
     "ViT of 12.5 M, 1,000 samples": Case(
         partial(vit_cifar, 2, seed=0), partial(images, 1000), nn.functional.cross_entropy,
-        limit=5 * GB, budget=4 * GB, check=False,
+        limit=4 * GB, budget=3 * GB, check=False,
     ),
     "GPT-2 of 355 M, a product": Case(
         partial(gpt2, 1024, 24, 16), partial(text, 1, 16), sequence, limit=20 * GB,
@@ -106,7 +114,7 @@ FULL = {
 SMALL = {
     "small GPT-2, top 2": Case(
         partial(gpt2, 64, 2, 2, 500), partial(text, 4, 16, 500), sequence,
-        limit=2 * GB, budget=GB // 2, rows=24, k=2,
+        limit=2 * GB, budget=GB // 2, k=2, rows=24,
     ),
     "small ViT": Case(
         partial(vit_cifar, 2, hidden=32, depth=2, heads=2, seed=0), partial(images, 40),
@@ -116,42 +124,13 @@ SMALL = {
 SIZES = {"small": SMALL, "full": FULL}
 
 
-def _resident(kind: str) -> int:
-    """Bytes of this process: ``RssAnon``, its own, or ``RssFile``, pages of files."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("this kernel does not tell mapped pages from others in /proc/self/status")
-
-
-class Watch:
-    """Looks at both kinds of memory every hundredth of a second, in a thread."""
-
-    def __init__(self) -> None:
-        self.most = {"RssAnon": 0, "RssFile": 0}
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-
-    def _look(self) -> None:
-        while not self._done.wait(0.01):
-            self.most = {kind: max(most, _resident(kind)) for kind, most in self.most.items()}
-
-    def __enter__(self) -> "Watch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-
 def one(size: str, name: str, threads: int) -> dict[str, Any]:
     """Plan and measure one case, in this process."""
     torch.set_num_threads(threads)
     case = SIZES[size][name]
     model, data = case.make(), case.data()
     folder = Path(tempfile.gettempdir()) / "rows"  # a name in the folder of the mapped file
-    room = Room(rows=case.rows, file=folder) if case.rows else Room()
+    room = Room(rows=case.rows, file=folder) if case.k else Room()
     began = time.perf_counter()
     planned = plan(
         model, case.loss, data, k=case.k, tol=1e-2, memory=case.limit, budget=case.budget,
@@ -167,7 +146,7 @@ def one(size: str, name: str, threads: int) -> dict[str, Any]:
         took["engine"] = operator.engine
         began = time.perf_counter()
         if case.k:
-            pairs = lanczos(operator, case.k, tol=1e-2, room=room, progress=False)
+            pairs = lanczos(operator, case.k, tol=1e-2, room=room, progress=True)
             took["products"], took["complete"] = pairs.matvecs, pairs.complete
             took["values"] = pairs.values.tolist()
         else:
@@ -179,10 +158,10 @@ def one(size: str, name: str, threads: int) -> dict[str, Any]:
         took["seconds"] = time.perf_counter() - began
 
     print(planned, f"planned in {planning:.0f} s", sep="\n", file=sys.stderr, flush=True)
-    before = _resident("RssAnon")
+    before = status_bytes("RssAnon")
     with Watch() as watch:
         peak = peak_memory(work, threads=threads)
-    if case.rows:
+    if case.k:
         peak = watch.most["RssAnon"] - before
     return {
         "n": planned.n,

@@ -19,6 +19,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -74,6 +75,8 @@ def peak_memory(call: Call, *, device: torch.device | str = "cpu", threads: int 
 
     On CUDA the allocator's own peak. On the CPU the growth of the process's resident memory
     (Linux: the kernel's high-water mark, reset just before), which also sees NumPy and C code.
+    Where memory is short the kernel drops pages of libraries and mapped files meanwhile, and the
+    mark hides growth beneath them: what the process has of its own is watched as well.
     Build everything that should count inside ``call``; call it once before if first-use buffers of
     the libraries should not count. Measure in a fresh process: in one that has worked for long,
     memory that malloc kept may be reused unseen.
@@ -93,11 +96,35 @@ def peak_memory(call: Call, *, device: torch.device | str = "cpu", threads: int 
             )
         _hand_back_freed_memory()
         Path("/proc/self/clear_refs").write_text("5")
-        before = _status_bytes("VmRSS")
-        call()
-        # The kernel may take pages of a large process back meanwhile: they count as not there.
-        before = min(before, _status_bytes("VmRSS"))
-        return max(0, _status_bytes("VmHWM") - before)
+        before, own = status_bytes("VmRSS"), status_bytes("RssAnon")
+        with Watch() as watch:
+            call()
+        return max(0, status_bytes("VmHWM") - before, watch.most["RssAnon"] - own)
+
+
+class Watch:
+    """Looks every hundredth of a second at the memory of this process, in a thread.
+
+    Attributes:
+        most: Bytes of ``RssAnon``, its own, and of ``RssFile``, pages of files.
+    """
+
+    def __init__(self) -> None:
+        self.most = {"RssAnon": 0, "RssFile": 0}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def _look(self) -> None:
+        while not self._done.wait(0.01):
+            self.most = {kind: max(most, status_bytes(kind)) for kind, most in self.most.items()}
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
 
 
 class _Malloc(ctypes.Structure):
@@ -137,7 +164,8 @@ def _hand_back_freed_memory() -> None:
         libc.free(block)
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """A figure of this process in Linux's ``/proc/self/status``, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

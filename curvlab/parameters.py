@@ -65,15 +65,14 @@ class Layout:
             like: Gives dtype and device when every tensor may be ``None``.
             out: Written to and returned in place of a new vector.
         """
-        pieces = list(tensors)
-        known = next((piece for piece in pieces if piece is not None), like)
-        if known is None and out is None:
-            raise ValueError("flatten needs a tensor, or like=, to know dtype and device")
-        if out is not None:
-            flat = out
-        elif known is not None:
-            flat = torch.empty(self.n, dtype=known.dtype, device=known.device)
-        for piece, offset, size in zip(pieces, self.offsets, self.sizes, strict=True):
+        if out is None:
+            tensors = list(tensors)
+            known = next((piece for piece in tensors if piece is not None), like)
+            if known is None:
+                raise ValueError("flatten needs a tensor, or like=, to know dtype and device")
+            out = torch.empty(self.n, dtype=known.dtype, device=known.device)
+        flat = out
+        for piece, offset, size in zip(tensors, self.offsets, self.sizes, strict=True):
             target = flat[offset : offset + size]
             if piece is None:
                 target.zero_()

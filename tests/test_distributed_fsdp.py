@@ -17,6 +17,8 @@ from curvlab.operators import GaussNewton, Hessian
 from curvlab.operators.own import own_copy
 from curvlab.operators.products.sizing import LiveBytes
 from curvlab.parameters import layout_of
+from curvlab.probe import OperatorError
+from tests.test_operators_blockwise import Penalised, penalised
 
 pytestmark = pytest.mark.distributed
 
@@ -197,9 +199,32 @@ def peak(group: Any) -> float:
     return live.peak / (4 * operator.n)
 
 
+def leaves_a_tensor(group: Any) -> dict[str, Any]:
+    """What is said of a block that leaves a tensor on itself, whose gradient is 0 at the point."""
+    said = {}
+    for name, used in {"used": True, "not used": False}.items():
+        torch.manual_seed(0)
+        model = fully(Penalised(outside=used).double(), meshes(group)["one"])
+        before = [p.detach().full_tensor().clone() for p in model.parameters()]
+        data = torch.randn(SAMPLES, 4, dtype=torch.float64), torch.arange(SAMPLES) % 3
+        try:
+            Hessian(model, penalised, share(group, data))
+            said[name] = ""
+        except OperatorError as error:
+            said[name] = str(error)
+        after = [p.detach().full_tensor() for p in model.parameters()]
+        said[f"{name}: untouched"] = all(map(torch.equal, after, before))
+    return said
+
+
 def everything(group: Any) -> Any:
     try:
-        return {"products": products(group), "solve": solve(group), "peak": peak(group)}
+        return {
+            "products": products(group),
+            "solve": solve(group),
+            "peak": peak(group),
+            "left": leaves_a_tensor(group),
+        }
     except Exception:
         return traceback.format_exc()
 
@@ -249,3 +274,13 @@ def test_a_product_holds_its_share_of_the_vectors_and_a_few_times_one_block(rank
     for found in everyone(ranks):
         # gradient, images and result in shards; a block's parameters, direction, gradient, sums
         assert found["peak"] <= 4.0 / ranks + 6.0 / BLOCKS
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_tensor_left_for_use_outside_is_refused_where_its_gradient_is_0(ranks: int) -> None:
+    for found in everyone(ranks):
+        left = found["left"]
+        assert "not leave a tensor on self" in left["used"]
+        assert left["not used"] == ""
+        assert left["used: untouched"]
+        assert left["not used: untouched"]

@@ -104,6 +104,36 @@ def test_peak_memory_sees_temporaries_and_not_what_was_there_before():
     assert 60 < pieces < 90
 
 
+DROPPED = """
+import mmap, tempfile, time
+import torch
+from benchmarks.measure import peak_memory
+
+peak_memory(lambda: torch.ones(2**18))  # torch's own buffers
+with tempfile.TemporaryFile() as file:
+    file.write(bytes(64 << 20))
+    file.flush()
+    pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    for first in (True, False):
+        pages[::4096]
+
+        def call():
+            if first:
+                pages.madvise(mmap.MADV_DONTNEED)
+            kept = torch.ones(24 * 2**18)
+            time.sleep(0.1)
+            if not first:
+                pages.madvise(mmap.MADV_DONTNEED)
+
+        print(peak_memory(call) / 2**20)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_pages_of_files_that_the_kernel_drops_meanwhile_are_not_growth():
+    assert printed(DROPPED) == pytest.approx([24.0] * 2, abs=2.0)
+
+
 BLOCKED_HEAP = """
 import ctypes
 import torch

@@ -454,6 +454,16 @@ def test_memory_is_that_of_one_block() -> None:
     assert at(9, "blockwise") < at(9, "retained") / 4
 
 
+@pytest.mark.parametrize("kind", [curvlab.Hessian, curvlab.GaussNewton])
+def test_beside_the_image_and_its_copy_there_is_one_block(kind: Any) -> None:
+    # Parameters outweigh activations here. Nobody reads the gradient that is differentiated.
+    blocks = 16
+    layers = [nn.Sequential(nn.Linear(96, 96), nn.Tanh()) for _ in range(blocks)]
+    sample = torch.randn(1, 96), torch.zeros(1, dtype=torch.int64)
+    operator = kind(nn.Sequential(*layers), cross_entropy, sample, engine="blockwise")
+    assert peak(operator) < (2 + 4 / blocks) * 4 * operator.n
+
+
 def test_a_budget_that_no_graph_of_one_sample_fits_takes_blocks() -> None:
     model, _ = language(depth=12, width=16)
     torch.manual_seed(7)

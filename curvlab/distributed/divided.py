@@ -212,7 +212,7 @@ class _Alone:
 
     place: Placeholder
     second: bool
-    divided: int = 1
+    parameters: int = 1
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self.open(tensors, range(1))

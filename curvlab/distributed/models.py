@@ -7,7 +7,9 @@ vectors and bases by shards.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from curvlab.distributed.sharded_problem import whole
 
 
 @torch.no_grad()
@@ -30,7 +32,7 @@ def fill(plain: nn.Module, sharded: nn.Module) -> nn.Module:
             odd = sorted(mine.keys() ^ theirs.keys())
             raise ValueError(f"the two models have other {kind}: only one of them has {odd[:8]}")
         for name, target in mine.items():
-            source = _whole(theirs[name])
+            source = whole(theirs[name])
             if source.shape != target.shape:
                 raise ValueError(
                     f"{name!r} is {tuple(source.shape)} in the sharded model and "
@@ -40,8 +42,3 @@ def fill(plain: nn.Module, sharded: nn.Module) -> nn.Module:
     for mine_, theirs_ in zip(plain.modules(), sharded.modules(), strict=True):
         mine_.training = theirs_.training
     return plain
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor.detach() if gather is None else gather().detach()

@@ -6,7 +6,7 @@ collective calls.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,34 @@ def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank."""
     gather = getattr(tensor.detach(), "full_tensor", None)  # a DTensor's; importing it takes long
     return tensor.detach() if gather is None else gather()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory."""
+    held = getattr(tensor, "to_local", None)
+    return tensor if held is None else held()
+
+
+def _divided_as(model: Any, tensor: Tensor) -> Tensor:
+    """``tensor``, which every rank has whole, divided as ``model`` is."""
+    if not hasattr(model, "placements"):
+        return tensor.to(model.device)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = model.device_mesh
+    same = DTensor.from_local(tensor.to(model.device), mesh, [Replicate()] * mesh.ndim)
+    return same.redistribute(mesh, model.placements)
+
+
+def _rounds(model: nn.Module) -> bool:
+    """Whether FSDP2 has been told to compute in a narrower dtype than the parameters have."""
+    for module in model.modules():
+        found: Any = getattr(module, "_get_fsdp_state", None)
+        state = None if found is None else found()
+        dtype = getattr(getattr(state, "_mp_policy", None), "param_dtype", None)
+        if dtype is not None and any(p.dtype != dtype for p in module.parameters()):
+            return True
+    return False
 
 
 class ShardedProblem(Problem):
@@ -79,14 +107,11 @@ class ShardedProblem(Problem):
         """This rank's pieces of ``parameters``, each of which is whole for a moment."""
         layout = layout_of(parameters)
         space = Shards(layout.n, self.group)
-        stop = space.start + space.held
         pieces, unsound = [], None
         for name, parameter, first in zip(
             parameters, parameters.values(), layout.offsets, strict=True
         ):
-            flat = whole(parameter).reshape(-1)
-            low, high = (min(max(x - first, 0), flat.numel()) for x in (space.start, stop))
-            piece = copied(flat[low:high], dtype)
+            piece = copied(space.part(whole(parameter), first), dtype)
             pieces.append(piece)
             if piece.is_floating_point() and not bool(torch.isfinite(piece).all()):
                 unsound = name
@@ -120,15 +145,10 @@ class ShardedProblem(Problem):
 
     # -- evaluation --------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        function: Callable[[nn.Module, Any], Any],
-        chunk: Chunk,
-        parameters: Sequence[Tensor] | None = None,
-        seed: int | None = None,
-    ) -> Any:
-        with self.selected.using(self.parameters if parameters is None else parameters):
-            return super()._run(function, chunk, self._held[0], seed)
+    @contextlib.contextmanager
+    def _swapped(self, parameters: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
+        with self.selected.using(parameters):
+            yield {}
 
     def _blocks(self, seed: int) -> contextlib.AbstractContextManager[None]:
         return self._in_shards(seed, bool(self._second))
@@ -152,7 +172,74 @@ class ShardedProblem(Problem):
             with frozen.using(pieces):
                 yield
 
+    # -- FSDP2's own gradient, to compare with -----------------------------------------------------
+
+    def plain_gradient(self, sample: Chunk) -> Tensor | None:
+        """This rank's part of FSDP2's own gradient, up to the :meth:`factor` it divides by.
+
+        ``None`` where that is of another function, or rounded on purpose. The model's ``.grad``
+        stay as they were.
+        """
+        modes = any(module.training != flag for module, flag in self.flags.items())
+        if modes or self.draws or _rounds(self.model):
+            return None
+        named, layout = dict(self.model.named_parameters()), self.whole_layout
+        kept = {name: parameter.grad for name, parameter in named.items()}
+        coarsest = max((p.dtype for p in named.values()), key=lambda kind: torch.finfo(kind).eps)
+        batch = map_tensors(sample.batch, torch.clone)
+        kind = next(iter(named.values())).dtype
+        batch = map_tensors(batch, lambda t: t.to(kind) if t.is_floating_point() else t)
+        pieces = []
+        try:
+            for parameter in named.values():
+                parameter.grad = None
+            self.terms.whole(self.given, batch).backward()  # type: ignore[no-untyped-call]
+            for name, first, shape in zip(layout.names, layout.offsets, layout.shapes, strict=True):
+                found = named[name].grad
+                gradient = torch.zeros(shape) if found is None else whole(found)
+                pieces.append(self.space.part(gradient, first).to(coarsest))
+        finally:
+            for name, parameter in named.items():
+                parameter.grad = kept[name]
+        return torch.cat(pieces)
+
+    def factor(self, plain: Tensor, found: Tensor) -> float:
+        """Of FSDP2's gradient, which it divides by the ranks or by what it was told."""
+        plain = plain.to(found.dtype)
+        square, inner_ = self.added(torch.stack([plain @ plain, plain @ found]).double()).tolist()
+        return inner_ / square if square else 0.0
+
+    @contextlib.contextmanager
+    def displaced(self, relative: float) -> Iterator[None]:
+        """The parameters elsewhere, and those of the model that was given, which are put back."""
+        layout, size = self.whole_layout, self.distance(relative)
+        named, generator = dict(self.model.named_parameters()), torch.Generator().manual_seed(0)
+        kept, locals_, pieces = self.parameters, list[tuple[Tensor, Tensor]](), []
+        try:
+            for name, piece, first in zip(layout.names, kept, layout.offsets, strict=True):
+                # the same on every rank; whole for a moment, as when they were read
+                given = named[name].detach()
+                along = size * torch.randn(given.shape, generator=generator)
+                pieces.append(piece.detach() + self.space.part(along, first).to(piece))
+                local, moved = _local(given), _local(_divided_as(given, along.to(given.dtype)))
+                locals_.append((local, local.clone()))
+                local += moved
+            self.parameters = tuple(piece.requires_grad_() for piece in pieces)
+            yield
+        finally:
+            self.parameters = kept
+            for local, before in locals_:
+                local.copy_(before)
+
     # -- what all ranks agree on -------------------------------------------------------------------
+
+    def added(self, parts: Tensor) -> Tensor:
+        """Sums over the ranks."""
+        return self.space.total(parts)
+
+    def everywhere(self, fact: bool) -> bool:
+        """Whether it is so on every rank."""
+        return all(self.group.facts(fact, "what all ranks have found"))
 
     def _settle(self, reduction: Reduction | None, stated: Reduction | None) -> None:
         counted = self.batches.samples

@@ -131,6 +131,13 @@ class Shards:
             first += tensor.numel()
         return found
 
+    def part(self, tensor: Tensor, first: int) -> Tensor:
+        """What this rank holds, flat, of a tensor that begins at ``first`` of the vector."""
+        flat = tensor.reshape(-1)
+        ends = self.start, self.start + self.held
+        low, high = (min(max(end - first, 0), flat.numel()) for end in ends)
+        return flat[low:high]
+
     # Sums over ranks
 
     def total(self, parts: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from curvlab.operators.products.choose import Engine, fastest
 from curvlab.operators.products.free import free_bytes
 from curvlab.operators.products.mlp import MLPProduct
 from curvlab.operators.products.mlp_plan import MLPPlan, recognise
-from curvlab.operators.trial import Trial, attempt, certify
+from curvlab.operators.trial import attempt, certify
 from curvlab.operators.verify import require_same_gradient
 from curvlab.parameters import Selection, select_parameters
 from curvlab.probe import Certificate
@@ -143,16 +143,20 @@ class Curvature(Operator):
         self._build, self._engine = self._choose(engine)
         self._room = self._room_of(budget, check)
         tried = attempt(self)
-        if engine == "auto" and self._engine == "retained" and not self._fits(tried):
-            # Not a single sample fits: one block at a time may.
-            self._build, self._engine = self._blockwise, "blockwise"
-            self.__dict__.pop("cost", None)
+        large = tried.bound.peak(tried.units) > self._room
+        if large and engine == "auto" and self._engine == "retained" and problem.blocks:
+            del tried  # and its graph
+            if self.cost.peak(1) > self._room:  # one block at a time may fit
+                self._build, self._engine = self._blockwise, "blockwise"
+                del self.cost
             tried = attempt(self)
         if check:
             if self._engine == "blockwise":
                 require_same_gradient(problem, tried.chunk)
             self.certificate = certify(self, tried)
-        self._divide(chunk, tried.bound)
+        bound = tried.bound
+        del tried  # and its graph
+        self._divide(chunk, bound)
 
     # -- what a user reads -------------------------------------------------------------------------
 
@@ -322,33 +326,30 @@ class Curvature(Operator):
         data = sum(t.nbytes for batch in problem.batches.joined for t in tensors(batch))
         copied = sum(t.nbytes for t in (*problem.named().values(), *problem.buffers.values()))
         element = problem.parameters[0].element_size()
-        return sizing.operator_room(budget, data, copied, self.n, element, check)
-
-    def _fits(self, tried: Trial) -> bool:
-        """Whether one sample fits, or nothing else could be done about it."""
-        fits = tried.bound.peak(tried.units) <= self._room or self.cost.peak(1) <= self._room
-        return fits or not self.problem.blocks
+        return sizing.operator_room(budget, data, copied, problem.layout.n, element, check)
 
     def _divide(self, chunk: ChunkSize, bound: sizing.Cost) -> None:
-        """Cut the data, and settle how many chunks keep their graph.
+        """Cut the data; ``bound`` is what chunks take at most.
 
-        ``bound`` is what chunks take at most; only where that does not fit is more found out.
+        Only where that does not fit is more found out.
         """
         problem = self.problem
         samples = None if problem.whole else problem.batches.samples
         largest = chunk if isinstance(chunk, int) else samples or 1
         count = -(-(samples or len(problem.batches)) // largest)
         small = sizing.fitting(bound, largest, self._room, count) == count
-        cost = bound if small else self.cost
+        self._cut(chunk, samples, bound if small else self.cost)
+
+    def _cut(self, chunk: ChunkSize, samples: int | None, cost: sizing.Cost) -> None:
+        """Cut the data into chunks that fit, and settle how many keep their graph."""
+        size = chunk if isinstance(chunk, int) else None
         if samples is None:
-            size, units = None, 1
-        elif isinstance(chunk, int):
-            size = units = chunk
-        else:
-            size = units = samples if small else sizing.chunk_size(samples, cost, self._room)
-        problem.cut(size)
-        chunks = len(problem.chunks)
-        fitting = sizing.fitting(cost, units, self._room, chunks)
+            size = None
+        elif size is None:
+            size = sizing.chunk_size(samples, cost, self._room)
+        self.problem.cut(size)
+        chunks = len(self.problem.chunks)
+        fitting = sizing.fitting(cost, size or 1, self._room, chunks)
         self._keep = 0 if self._engine == "rebuilt" else fitting
         self._kept: dict[int, Product] = {}
         if self._engine not in ("mlp", "rebuilt") and fitting < chunks:

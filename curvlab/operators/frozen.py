@@ -171,11 +171,8 @@ class Frozen:
     ) -> Any:
         parameters = self.parameters if parameters is None else parameters
         batch = map_tensors(chunk.batch, torch.clone) if self.inputs_change else chunk.batch
-        others = {} if self.fixed is self._held[1] else dict(self.fixed)
-        if parameters is not self._held[0]:
-            others.update(zip(self._names, parameters, strict=True))
         seed = chunk.number if seed is None else seed
-        with self._evaluation(self._seed(seed)) as mode:
+        with self._evaluation(self._seed(seed)) as mode, self._swapped(parameters) as others:
             traces = Traces(self.model) if self.borrowed else self._traces
             if self.buffers is not self._held[2]:
                 others.update((name, buffer.clone()) for name, buffer in self.buffers.items())
@@ -193,6 +190,14 @@ class Frozen:
                     self.draws = self.draws or drew(seed, self.device)
                     self.attention = self.attention or mode.attention
                     self.autocast = self.autocast or mode.autocast
+
+    @contextlib.contextmanager
+    def _swapped(self, parameters: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
+        """What an evaluation with ``parameters`` has to put in place of what the modules hold."""
+        others = {} if self.fixed is self._held[1] else dict(self.fixed)
+        if parameters is not self._held[0]:
+            others.update(zip(self._names, parameters, strict=True))
+        yield others
 
     def _seed(self, seed: int) -> int | None:
         return seed if self.watching or self.draws else None
@@ -292,9 +297,7 @@ class Frozen:
         Each moves by the root mean square of all, or of a vector of length 1, times ``relative``
         and a random normal number.
         """
-        kept = self.parameters
-        norm = math.sqrt(sum(float(tensor.detach().square().sum()) for tensor in kept))
-        size = relative * max(1.0, norm) / math.sqrt(sum(tensor.numel() for tensor in kept))
+        kept, size = self.parameters, self.distance(relative)
         generator = torch.Generator().manual_seed(0)
 
         def move(tensor: Tensor) -> Tensor:
@@ -306,6 +309,25 @@ class Frozen:
             yield
         finally:
             self.parameters = kept
+
+    def distance(self, relative: float) -> float:
+        """How far one parameter moves, for all to move by ``relative`` of their length."""
+        own = [p.detach().reshape(-1) for p in self.parameters]
+        count = float(self.added(torch.tensor(self.layout.n, dtype=torch.float64)))
+        return relative * max(1.0, math.hypot(*self.lengths(*own))) / math.sqrt(count)
+
+    def added(self, parts: Tensor) -> Tensor:
+        """Sums over all that hold parts of a vector."""
+        return parts
+
+    def lengths(self, *vectors: Tensor) -> list[float]:
+        """Norms of flat vectors, summed in float64."""
+        norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in vectors]
+        return [float(x) for x in self.added(torch.stack(norms).square()).sqrt()]
+
+    def everywhere(self, fact: bool) -> bool:
+        """Whether it is so for all of them."""
+        return fact
 
     @contextlib.contextmanager
     def cast(self, dtype: torch.dtype) -> Iterator[None]:

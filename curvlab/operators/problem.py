@@ -282,9 +282,21 @@ class Problem(Frozen):
         total = torch.zeros(self.layout.n, dtype=torch.float64, device=self.device)
         with arithmetic(self.device, self.precision):
             for chunk in self.chunks:
-                value = self.loss(chunk, self.parameters)
-                self.check(chunk, value)
-                with self.around():
-                    pieces = torch.autograd.grad(value, self.parameters, allow_unused=True)
-                total += self.layout.flatten(pieces, like=self.parameters[0])
+                total += self.gradient_of(chunk)
         return total.to(self.dtype)
+
+    def gradient_of(self, chunk: Chunk) -> Tensor:
+        """The gradient of the chunk's share of the objective, ``(n,)``."""
+        value = self.loss(chunk, self.parameters)
+        self.check(chunk, value)
+        with self.around():
+            pieces = torch.autograd.grad(value, self.parameters, allow_unused=True)
+        return self.layout.flatten(pieces, like=self.parameters[0])
+
+    def plain_gradient(self, sample: Chunk) -> Tensor | None:
+        """The same without blocks, for a comparison; ``None`` if there is none to compare with."""
+        return self.gradient_of(sample)
+
+    def factor(self, _plain: Tensor, _found: Tensor) -> float:
+        """What a plain gradient has to be multiplied by to be the one in blocks."""
+        return 1.0

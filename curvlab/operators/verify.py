@@ -250,36 +250,39 @@ def require_same_gradient(problem: "Problem", chunk: "Chunk") -> None:
     whole = problem.whole or sample_count(chunk.batch) is None
     sample = replace(chunk, batch=chunk.batch if whole else rows(chunk.batch, slice(0, 1)))
     with arithmetic(problem.device, problem.precision):
-        _compare_gradients(problem, sample, _gradient(problem, sample), "")
+        plain = problem.plain_gradient(sample)
+        if plain is None:
+            return
+        _compare_gradients(problem, sample, plain, "")
         for distance in DISTANCES:
             with problem.displaced(distance):
                 try:
-                    plain = _gradient(problem, sample)
+                    plain = problem.plain_gradient(sample)
                 except (RuntimeError, ValueError) as error:  # it has no value there
                     log.info("no gradient at a distance of %g: %s", distance, error)
-                    continue
-                if bool(plain.isfinite().all()):
+                    plain = None
+                sound = plain is not None and bool(plain.isfinite().all())
+                if problem.everywhere(sound) and plain is not None:
                     _compare_gradients(problem, sample, plain, AWAY)
                     return
     log.info("the gradient in blocks is compared at the parameters only: no other is finite")
 
 
-def _gradient(problem: "Problem", sample: "Chunk") -> Tensor:
-    value = problem.loss(sample, problem.parameters)
-    pieces = torch.autograd.grad(value, problem.parameters, allow_unused=True)
-    return problem.layout.flatten(pieces, like=problem.parameters[0])
-
-
 def _compare_gradients(problem: "Problem", sample: "Chunk", plain: Tensor, where: str) -> None:
-    with problem.in_blocks(second=False):
-        gap = _gradient(problem, sample) - plain
-    error = float(gap.norm())
-    limit = 1e3 * float(torch.finfo(problem.dtype).eps) * float(plain.norm())
+    def in_blocks() -> Tensor:
+        with problem.in_blocks(second=False):
+            return problem.gradient_of(sample)
+
+    found = in_blocks()
+    gap = found - problem.factor(plain, found) * plain.to(found.dtype)
+    error, length = problem.lengths(gap, found)
+    limit = 1e3 * max(float(torch.finfo(v.dtype).eps) for v in (plain, found)) * length
     if not error <= limit:
         with problem.moved(float(torch.finfo(problem.dtype).eps)):
-            limit = max(limit, MARGIN * float((_gradient(problem, sample) - plain).norm()))
+            limit = max(limit, MARGIN * problem.lengths(in_blocks() - found)[0])
     if not error <= limit:
-        gaps = {name: float(gap[at].norm()) for name, at in problem.layout.slices().items()}
+        named = problem.layout.slices()
+        gaps = dict(zip(named, problem.lengths(*(gap[at] for at in named.values())), strict=True))
         raise OperatorError(
             f"computed again block by block, the gradient{where} differs by {error:.1e} (limit "
             f"{limit:.1e}), most of all that of {max(gaps, key=gaps.__getitem__)}. {REMEDY}"

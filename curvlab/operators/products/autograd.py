@@ -5,7 +5,7 @@ over reverse (``jvp`` of ``grad``). Reverse over forward is silently wrong throu
 BatchNorm in torch 2.13.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -20,6 +20,27 @@ Scalar = Callable[[Sequence[Tensor]], Tensor]
 Around = Callable[[], AbstractContextManager[object]]
 
 
+def by_rows(
+    layout: Layout,
+    image: Callable[[list[Tensor], bool], Iterable[Tensor | None]],
+    keep: bool = True,
+) -> Product:
+    """A product from ``image(pieces of a vector, whether the graph stays)``.
+
+    Without ``keep`` the last vector of the first block frees the graph as it goes. Each piece of an
+    image is freed when it has been copied: all of them and the result are never there together.
+    """
+
+    def product(block: Tensor) -> Tensor:
+        result = torch.empty_like(block)
+        for number, (vector, row) in enumerate(zip(block, result, strict=True), start=1):
+            pieces = list(image(layout.unflatten(vector), keep or number < len(block)))
+            layout.flatten((pieces.pop(0) for _ in range(len(pieces))), out=row)
+        return result
+
+    return product
+
+
 def kept(
     value: Callable[[], Tensor],
     parameters: Sequence[Tensor],
@@ -29,8 +50,8 @@ def kept(
 ) -> Product:
     """Make the graph of the gradient of ``value()``: one backward pass through it per vector.
 
-    Without ``keep`` the last vector of the first block frees the graph as it goes. ``around()`` is
-    a context for all backward passes, in which checkpointed parts of a model run again.
+    ``around()`` is a context for all backward passes, in which checkpointed parts of a model run
+    again.
     """
 
     def gradients() -> tuple[Tensor | None, ...]:
@@ -53,38 +74,29 @@ def backward(
     dependent = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
     used, roots = [i for i, _ in dependent], [g for _, g in dependent]
 
-    def product(block: Tensor) -> Tensor:
-        if not roots:  # the gradient does not depend on the parameters
-            return torch.zeros_like(block)
-        result = torch.empty_like(block)
-        for number, (vector, row) in enumerate(zip(block, result, strict=True), start=1):
-            pieces = layout.unflatten(vector)
-            with around():
-                images = torch.autograd.grad(
-                    roots,
-                    parameters,
-                    [pieces[i] for i in used],
-                    retain_graph=keep or number < len(block),
-                    allow_unused=True,
-                )
-            layout.flatten(images, out=row)
-        return result
+    if not roots:  # the gradient does not depend on the parameters
+        return torch.zeros_like
 
-    return product
+    def image(pieces: list[Tensor], stays: bool) -> Iterable[Tensor | None]:
+        seeds = [pieces[i] for i in used]
+        with around():
+            return torch.autograd.grad(
+                roots, parameters, seeds, retain_graph=stays, allow_unused=True
+            )
+
+    return by_rows(layout, image, keep)
 
 
 def linearised(scalar: Scalar, parameters: Sequence[Tensor], layout: Layout) -> Product:
     """Trace the derivative of the gradient once, with everything that is constant folded."""
     push = linearise(torch.func.grad(scalar), parameters)
 
-    def product(block: Tensor) -> Tensor:
-        result = torch.empty_like(block)
+    def image(pieces: list[Tensor], _stays: bool) -> Iterable[Tensor | None]:
         with torch.no_grad():
-            for vector, row in zip(block, result, strict=True):
-                layout.flatten(push(*layout.unflatten(vector)), out=row)
-        return result
+            found: Iterable[Tensor | None] = push(*pieces)
+        return found
 
-    return product
+    return by_rows(layout, image)
 
 
 def compiled(scalar: Scalar, parameters: Sequence[Tensor], layout: Layout) -> Product:

@@ -161,8 +161,8 @@ class _Call:
         return self._run(opened, self.names[: len(self.own)])
 
     @property
-    def divided(self) -> int:
-        return 0 if self.of.holding is None else len(self.own)
+    def parameters(self) -> int:
+        return len(self.own)
 
     def open(self, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
         if self.of.holding is None:

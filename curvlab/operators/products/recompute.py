@@ -28,13 +28,14 @@ class Function(Protocol):
     Attributes:
         second: Whether second derivatives are wanted in full, as for a Hessian. If not, the first
             derivatives can be differentiated with respect to their seeds only, as for ``J v``.
-        divided: How many inputs, the first ones, are kept in another form than they are used in.
+        parameters: How many inputs, the first ones, are parameters. A gradient that is made to be
+            differentiated is only a root of its graph there: its value is not computed.
     """
 
     @property
     def second(self) -> bool: ...
     @property
-    def divided(self) -> int: ...
+    def parameters(self) -> int: ...
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The outputs; called once, without gradients."""
@@ -59,7 +60,7 @@ class Formula:
 
     function: Callable[..., Tensor]
     second: bool = True
-    divided: int = 0
+    parameters: int = 0
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self.function(*tensors)]
@@ -146,22 +147,27 @@ class _Gradient(torch.autograd.Function):
     def forward(ctx: Any, asked: _Asked, count: int, *given: Tensor) -> Any:
         ctx.asked, ctx.count = asked, count
         ctx.save_for_backward(*given)
-        _, _, found = _first(asked, given[:count], given[count:], create=False)
-        places = asked.places
-        # of a gradient that is made to be differentiated, what is divided is only a shape
-        useless = 0 if asked.valued else asked.function.divided
-        kept = [g if p >= useless else None for p, g in zip(places, found, strict=True)]
-        gradients = asked.function.close(kept, places)
+        places = [p for p in asked.places if asked.valued or p >= asked.function.parameters]
+        found = dict[int, Tensor | None]()
+        if places:
+            _, _, gradients = _first(
+                asked.function, given[:count], given[count:], places, create=False
+            )
+            closed = asked.function.close(gradients, places)
+            found = dict(zip(places, closed, strict=True))
         return tuple(
-            torch.zeros_like(given[place]) if gradient is None else gradient
-            for place, gradient in zip(places, gradients, strict=True)
+            # one number with the shape of many
+            given[place].new_zeros(()).expand_as(given[place]) if gradient is None else gradient
+            for place, gradient in ((place, found.get(place)) for place in asked.places)
         )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *along: Tensor) -> Any:
         asked, given, count = ctx.asked, ctx.saved_tensors, ctx.count
-        leaves, seeds, gradients = _first(asked, given[:count], given[count:], create=True)
+        leaves, seeds, gradients = _first(
+            asked.function, given[:count], given[count:], asked.places, create=True
+        )
         directions = asked.function.open(along, asked.places)
         roots = [
             (gradient, direction)
@@ -191,28 +197,28 @@ class _Gradient(torch.autograd.Function):
 
 
 def _first(
-    asked: _Asked,
+    function: Function,
     tensors: Sequence[Tensor],
     seeds: Sequence[Tensor],
+    places: Sequence[int],
     *,
     create: bool,
 ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor | None]]:
-    """Run the function again and take its first derivative: leaves, seeds as leaves, gradients."""
-    opened = asked.function.open(tensors, range(len(tensors)))
-    fresh = [
-        tensor.detach().requires_grad_(need)
-        for tensor, need in zip(opened, asked.wanted, strict=True)
-    ]
-    leaves = [fresh[place] for place in asked.places]
+    """Run the function again and differentiate it: leaves at ``places``, seeds, gradients."""
+    opened = function.open(tensors, range(len(tensors)))
+    fresh = [tensor.detach().requires_grad_(i in places) for i, tensor in enumerate(opened)]
+    leaves = [fresh[place] for place in places]
     with torch.enable_grad():  # a Function is run without
-        outputs = asked.function.again(fresh)
+        outputs = function.again(fresh)
         seeds = [s.detach().requires_grad_(create and _differentiable(s)) for s in seeds]
         pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
-        gradients = torch.autograd.grad(
-            [output for output, _ in pairs],
-            leaves,
-            [seed for _, seed in pairs],
-            create_graph=create,
-            allow_unused=True,
-        )
+        gradients: Sequence[Tensor | None] = [None] * len(leaves)
+        if pairs:
+            gradients = torch.autograd.grad(
+                [output for output, _ in pairs],
+                leaves,
+                [seed for _, seed in pairs],
+                create_graph=create,
+                allow_unused=True,
+            )
     return leaves, seeds, gradients

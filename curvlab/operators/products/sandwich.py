@@ -5,13 +5,13 @@ through the graph *of that backward pass*, which is linear in its seed: no forwa
 needed, so everything that can be trained works.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from curvlab.operators.products.autograd import Around, Product
+from curvlab.operators.products.autograd import Around, Product, by_rows
 from curvlab.operators.products.layers import rewriting
 from curvlab.operators.products.linearise import linearise
 from curvlab.parameters import Layout
@@ -34,7 +34,7 @@ def kept(
         curvature: Gives A at the outputs.
         parameters: Leaves of the graph.
         layout: Of the parameters.
-        keep: If not, the last vector of the first block frees the graphs as it goes.
+        keep: As for :func:`curvlab.operators.products.autograd.by_rows`.
         around: Makes a context for all backward passes, in which checkpointed parts run again.
     """
 
@@ -55,23 +55,18 @@ def kept(
     dependent = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
     used, roots = [i for i, _ in dependent], [g for _, g in dependent]
 
-    def product(block: Tensor) -> Tensor:
-        if not roots:  # the outputs do not depend on the parameters
-            return torch.zeros_like(block)
-        result = torch.empty_like(block)
-        for number, (vector, row) in enumerate(zip(block, result, strict=True), start=1):
-            stays = keep or number < len(block)
-            pieces = layout.unflatten(vector)
-            seeds = [pieces[i] for i in used]
-            with around():
-                (along,) = torch.autograd.grad(roots, seed, seeds, retain_graph=stays)
-                images = torch.autograd.grad(
-                    outputs, parameters, bend(along), retain_graph=stays, allow_unused=True
-                )
-            layout.flatten(images, out=row)
-        return result
+    if not roots:  # the outputs do not depend on the parameters
+        return torch.zeros_like
 
-    return product
+    def image(pieces: list[Tensor], stays: bool) -> Iterable[Tensor | None]:
+        with around():
+            seeds = [pieces[i] for i in used]
+            (along,) = torch.autograd.grad(roots, seed, seeds, retain_graph=stays)
+            return torch.autograd.grad(
+                outputs, parameters, bend(along), retain_graph=stays, allow_unused=True
+            )
+
+    return by_rows(layout, image, keep)
 
 
 def linearised(
@@ -84,15 +79,11 @@ def linearised(
     push = linearise(output, parameters)
     outputs = output(parameters)
 
-    def product(block: Tensor) -> Tensor:
-        result = torch.empty_like(block)
-        for vector, row in zip(block, result, strict=True):
-            with torch.no_grad():
-                along = push(*layout.unflatten(vector))
-            images = torch.autograd.grad(
-                outputs, parameters, curvature(along), retain_graph=True, allow_unused=True
-            )
-            layout.flatten(images, out=row)
-        return result
+    def image(pieces: list[Tensor], _stays: bool) -> Iterable[Tensor | None]:
+        with torch.no_grad():
+            along = push(*pieces)
+        return torch.autograd.grad(
+            outputs, parameters, curvature(along), retain_graph=True, allow_unused=True
+        )
 
-    return product
+    return by_rows(layout, image)

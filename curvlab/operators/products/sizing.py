@@ -121,6 +121,8 @@ def chunk_size(samples: int, cost: Cost, budget: float) -> int:
 
     Large chunks have less overhead; of small chunks, more can keep their graphs.
     """
+    if cost.peak(samples) <= budget:
+        return samples
     overhead = OVERHEAD + OVERHEAD_LENGTH * cost.kept_fixed / max(1.0, cost.kept_each)
 
     def seconds(size: int) -> float:
