@@ -1,8 +1,7 @@
 """Instructions that the lanes of a warp execute together: shuffles, barriers, reductions."""
 
 from collections.abc import Callable
-from functools import partial
-from functools import reduce as reduce_columns
+from functools import partial, reduce as reduce_columns
 
 import numpy as np
 
