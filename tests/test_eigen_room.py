@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from curvlab.eigen import Room, block_lanczos, lanczos
+from curvlab.eigen import Certify, Room, block_lanczos, lanczos
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import check_start, request
 from curvlab.eigen.room import solve_bytes
@@ -155,3 +155,29 @@ def test_a_warm_start_holds_no_copy_of_its_rows():
     assert solver.krylov.size == k
     # the vectors in the making, and what a few columns of all rows take in float64
     assert live.peak <= 4 * start[0].nbytes + 8 * (1 << 20)
+
+
+POWER_LAW = 3 * torch.arange(1, 401).double() ** -0.4  # small gaps: a chain needs many steps
+
+
+@pytest.mark.parametrize("rows", [14, 16, 20])
+def test_chains_that_fill_their_rows_are_followed_by_others_until_copies_are_excluded(rows):
+    usual = lanczos(diagonal(POWER_LAW), 5, tol=1e-3, dense=False)
+    pairs = lanczos(diagonal(POWER_LAW), 5, tol=1e-3, dense=False, room=Room(rows=rows))
+    assert pairs.complete
+    assert pairs.doubt <= 1e-3
+    assert pairs.matvecs <= 1.5 * usual.matvecs
+    assert torch.allclose(pairs.values, POWER_LAW[:5], rtol=1e-3)
+
+
+def test_copies_are_missed_in_chains_of_few_rows_no_more_often_than_the_doubt_says():
+    values = POWER_LAW.clone()
+    values[5] = values[2]  # one start vector never shows both
+    wanted = values.sort(descending=True).values[:5]
+    missed = 0
+    for seed in range(60):
+        pairs = lanczos(diagonal(values), 5, tol=1e-3, dense=False, room=Room(rows=14),
+                        certify=Certify(doubt=0.05), seed=seed)  # fmt: skip
+        assert pairs.complete
+        missed += not torch.allclose(pairs.values, wanted, rtol=2e-3)
+    assert missed <= 0.05 * 60

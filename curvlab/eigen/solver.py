@@ -283,9 +283,15 @@ class Solver:
             krylov.forget(chain.first)
             self.doubt = doubt
             self.finish(Outcome.CONVERGED, "converged")
-        elif out:
+        elif self._out_of_patience() or (full and doubt > 0.9 * self.doubt):
             krylov.forget(chain.first)
             self._give_up()
+        elif full:
+            # No room to go on: another one from a new random vector. Start vectors are independent,
+            # so what is hidden stays so only if each of them misses it: the doubts multiply.
+            krylov.forget(chain.first)
+            self.doubt = doubt
+            self._begin_chain(self.ritz())
         else:  # it closed: the next one starts outside of it
             krylov.bring_back(chain.first)
             self.doubt = doubt
