@@ -130,7 +130,7 @@ def test_what_is_not_the_first_task_of_the_same_training_is_refused():
         branch(first, batch_size=9)
     with pytest.raises(ValueError, match="another data"):
         branch(first, tasks=make_tasks(3, train=35))
-    with pytest.raises(ValueError, match="another network"):
+    with pytest.raises(ValueError, match="a different network"):
         branch([replace(run, initial=run.initial + 1) for run in first])
     with pytest.raises(ValueError, match="alone"):
         branch(learn(build, three_tasks(), SGD(), SCHEDULE, seeds=SEEDS))

@@ -45,6 +45,8 @@ def operations(device_type: str) -> dict[str, Callable[..., Any]]:
 @functools.cache
 def backend(device_type: str) -> ModuleType:
     """The package with the operations for a device, imported on first use."""
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"there are kernels for cpu and cuda; the tensors are on {device_type}")
     name = "_triton" if device_type == "cuda" else "_cpu"
     return importlib.import_module(f"curvlab_kernels.{name}")
 
@@ -196,6 +198,4 @@ def dequantise(rows: Tensor, scales: Tensor | None, n: int) -> Tensor:
 
 
 def _kernels(tensor: Tensor) -> ModuleType:
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"there are kernels for cpu and cuda; the tensors are on {tensor.device}")
     return backend(tensor.device.type)
