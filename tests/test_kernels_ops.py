@@ -93,6 +93,8 @@ WRONG = [
     (lambda _, v: ops.quantise(v.view(1, 50), torch.int16), TypeError, "not stored as"),
     (lambda _, v: ops.norm(v.view(1, 1, 50)), ValueError, "norm needs"),
     (lambda _, v: ops.norm(v.clone().requires_grad_()), ValueError, r"vector\.detach"),
+    (lambda _, v: ops.norm(torch._neg_view(v)), ValueError, "resolve_neg"),
+    (lambda r, v: ops.project_list_(r, [torch._neg_view(v)]), ValueError, "resolve_neg"),
     (lambda _, v: ops.norm(v.to("meta")), ValueError, "kernels for cpu and cuda"),
     (lambda _, v: ops.norm(v.tolist()), TypeError, "vector must be a tensor; got list"),
     (lambda r, _: ops.quantise(r.clone().requires_grad_(), torch.int8), ValueError, "no_grad"),

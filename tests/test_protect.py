@@ -326,3 +326,36 @@ def test_a_step_costs_a_dozen_operations_more_and_waits_for_nothing_whatever_the
 
 def test_it_is_a_public_name():
     assert curvlab.protect is protect
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_empty_basis_leaves_the_optimizers_step_to_the_bit(kind):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(1000, generator=generator)
+    own, held = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    plain, protected = kind([own], lr=0.1), kind([held], lr=0.1)
+    protect(protected, Basis(1000, capacity=3), [held])
+    for _ in range(3):
+        own.grad = torch.randn(1000, generator=generator)
+        held.grad = own.grad.clone()
+        plain.step()
+        protected.step()
+        assert torch.equal(own, held)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_float64_rows_hold_float32_parameters(kind):
+    generator = torch.Generator().manual_seed(0)
+    basis = Basis(500, capacity=4, dtype=torch.float64)
+    basis.extend(torch.randn(4, 500, generator=generator, dtype=torch.float64))
+    held = torch.nn.Parameter(torch.randn(500, generator=generator))
+    optimizer = kind([held], lr=0.1)
+    protect(optimizer, basis, [held])
+    before = held.detach().double().clone()
+    for _ in range(20):
+        held.grad = torch.randn(500, generator=generator)
+        optimizer.step()
+    moved = held.detach().double() - before
+    assert moved.norm() > 0.1
+    # the float64 copy is held exactly; the model has it rounded once
+    assert (basis.rows() @ moved).norm() <= 1e-7 * before.norm()

@@ -247,3 +247,11 @@ def test_rows_can_be_copied(generator):
     again.extend(draw(generator, 2, 100, dtype=torch.float32), task="second")
     assert (basis.size, again.size) == (3, 5)
     assert [segment.task for segment in again.segments] == ["first", "second"]
+
+
+def test_no_more_rows_are_admitted_than_the_capacity_holds():
+    rows = Rows(70, 4)
+    rows.extend(torch.randn(2, 70, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(ValueError, match="capacity of 4"):
+        rows.admit(3)
+    assert rows.size == 2

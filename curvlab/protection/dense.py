@@ -2,7 +2,8 @@
 
 What is guaranteed, for every optimizer: the change of the parameters in a step is orthogonal to the
 rows of the basis, ``M (after - before) = 0``, up to the rounding of the parameters themselves
-(norm at most ``eps |theta|`` in each step, without preferred direction). The projection is applied
+(norm at most ``eps |theta|`` in each step, without preferred direction; over many steps that are
+about as small as that rounding it adds up, and ``gradients=True`` keeps it less). The projection is applied
 to the change that the optimizer has made, so nothing an optimizer does can leak: not momentum
 gathered before the basis grew, weight decay, a closure's line search or an adaptive scale.
 
@@ -86,7 +87,9 @@ class Protection:
         self._moving = moving
         self.parameters = [p for p, moves in zip(self._covered, moving, strict=True) if moves]
         dtypes = {p.dtype for p in self.parameters}
-        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self._dtype = working(self.basis.dtype)  # float64 rows project float64 vectors only
+        if torch.float64 in dtypes:
+            self._dtype = torch.float64
         self._rounds = dtypes != {self._dtype}
         self._room: _Room | None = None
         self._last: tuple[Rows, Tensor] | None = None
@@ -175,6 +178,8 @@ class Protection:
         if room is None:  # protected in the middle of a step
             return
         rows, tensors, before = self._rows, list[Tensor](self.parameters), room.before_parts
+        if room.master is None and not rows.size:
+            return  # before + (after - before) need not be after
         if room.master is None:
             # a projected step of SGD from where it was, along its change: -1 (after - before)
             self._last = rows, rows.sgd_step_(before, tensors, [], lr=-1.0, weight_decay=-1.0)
@@ -192,8 +197,8 @@ class _Room:
     """Flat vectors ``(n,)`` for a step, each also as tensors of the parameters' shapes.
 
     Attributes:
-        before: The parameters before the step, and then after it.
-        change: The parameters before the step; for those that round what is left of its change.
+        before: The parameters before the step; :meth:`Protection._finish` turns it into those after.
+        change: Without a master copy, the parameters before the step once more; with one, the change.
         master: For parameters that round, what they would be if they did not; else ``None``.
         given: For the same, what the model was given of it.
     """

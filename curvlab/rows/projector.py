@@ -108,6 +108,8 @@ class Projector:
         """Take the next ``count`` rows, which the caller made orthonormal, as in use."""
         self._require_float()
         size = self.store.size + count
+        if size > self.capacity:
+            raise ValueError(f"{size} rows are more than the capacity of {self.capacity}")
         self.store.make_room(size)
         self.store.size = size
 

@@ -23,6 +23,13 @@ def check_tensors(**given: Tensor | None) -> None:
                 "the kernels have no derivative: call them within torch.no_grad(), or pass "
                 f"{name}.detach()"
             )
+        _check_plain(tensor, name)
+
+
+def _check_plain(tensor: Tensor, name: str) -> None:
+    """Memory that holds the tensor's own numbers, not their negatives."""
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a view whose signs are turned: pass {name}.resolve_neg()")
 
 
 def check_basis(rows: Tensor, factor: Tensor | None, scales: Tensor | None) -> None:
@@ -109,6 +116,7 @@ def check_list(rows: Tensor, tensors: Sequence[Tensor], name: str) -> None:
             raise ValueError(f"{name}[{index}] is on {tensor.device}, rows on {device}: move one")
         if watched and tensor.requires_grad:
             raise ValueError(f"{name}[{index}] requires a gradient: call within torch.no_grad()")
+        _check_plain(tensor, f"{name}[{index}]")
         total += tensor.numel()
     if total > rows.shape[1]:
         raise ValueError(
