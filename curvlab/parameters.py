@@ -4,12 +4,14 @@ The order is that of ``model.named_parameters()``: a tied parameter appears once
 name. Operators, bases, optimizers and saved files all use it: a vector means one thing everywhere.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 
@@ -170,3 +172,36 @@ def load_parameter_vector(model: nn.Module, vector: Tensor, select: Selection = 
 def _some(names: list[str], most: int = 8) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown}, ... ({len(names)} in all)"
+
+
+def call_with(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any] | None = None,
+) -> Any:
+    """Call ``module`` with ``tensors`` in place of its own of these names, tied ones too.
+
+    ``torch.func.functional_call`` swaps a tensor once for each of its names. Of a module that is
+    registered under two names it would put back what it had swapped in itself.
+    """
+    swapped = _in_every_place(module, tensors)
+    return functional_call(module, swapped, arguments, keywords, tie_weights=False)
+
+
+def _in_every_place(module: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``given`` for one name of every attribute that holds the same tensor."""
+    held: dict[str, int] = {}
+    places: dict[int, dict[tuple[int, str], str]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for attribute, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                held[name] = id(tensor)
+                places.setdefault(id(tensor), {}).setdefault((id(owner), attribute), name)
+    found: dict[str, Tensor] = {}
+    for name, tensor in given.items():
+        for place in places[held[name]].values() if name in held else (name,):
+            if found.setdefault(place, tensor) is not tensor:
+                raise ValueError(f"two tensors are given for {place} and {name}, which are tied")
+    return found

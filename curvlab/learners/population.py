@@ -13,7 +13,6 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from curvlab.layerwise.layers import refuse_one_memory
@@ -23,7 +22,7 @@ from curvlab.learners.seeds import derived_seed
 from curvlab.learners.statistics import BatchNormPolicy, RunningStatistics
 from curvlab.learners.step import Batch
 from curvlab.learners.uses import Uses, used
-from curvlab.parameters import Layout, Selection, layout_of, select_parameters
+from curvlab.parameters import Layout, Selection, call_with, layout_of, select_parameters
 from curvlab.storage import below
 from curvlab.tasks.samples import Task
 
@@ -245,7 +244,7 @@ class Population:
         values |= buffers or {}
         values |= self.statistics.of_task(task, s)
         arguments = (inputs, task) if self.takes_task else (inputs,)
-        result: Tensor = functional_call(self.models[s], values, arguments)
+        result: Tensor = call_with(self.models[s], values, arguments)
         return result
 
     def answer(self, s: int, inputs: Tensor, task: int) -> Tensor:

@@ -22,11 +22,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from curvlab.checks import whole
-from curvlab.parameters import layout_of, select_parameters
+from curvlab.parameters import call_with, layout_of, select_parameters
 from curvlab.tasks import Samples
 
 MEASURES = ("loss", "bounded", "error")
@@ -106,7 +105,7 @@ def measures_at(
         total = torch.zeros(len(MEASURES), dtype=torch.float64, device=parameters.device)
         for start in range(0, len(samples), rows):
             part = samples[start : start + rows]
-            outputs = functional_call(model, named, (part.inputs,))
+            outputs = call_with(model, named, (part.inputs,))
             losses = cross_entropy(outputs.double(), part.targets, reduction="none")
             wrong = (outputs.argmax(1) != part.targets).double()
             bounded = losses.clamp_max(-math.log(LEAST_PROBABILITY))

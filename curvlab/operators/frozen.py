@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointError
 
 from curvlab.batches import map_tensors
@@ -35,7 +34,7 @@ from curvlab.operators.policy import (
 )
 from curvlab.operators.products.autograd import Around
 from curvlab.operators.products.blocks import find_blocks, recomputing
-from curvlab.parameters import Selection, layout_of, select_parameters
+from curvlab.parameters import Selection, call_with, layout_of, select_parameters
 from curvlab.probe import OperatorError
 
 log = logging.getLogger("curvlab")
@@ -182,7 +181,7 @@ class Frozen:
             try:
                 with self._blocks(seed):
                     if others:
-                        return functional_call(self._modules, others, (function, batch))
+                        return call_with(self._modules, others, (function, batch))
                     return self._modules(function, batch)
             finally:
                 traces.undo()
@@ -372,7 +371,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Call(nn.Module):
-    """Gives ``functional_call`` a module whose forward is any function of the model."""
+    """Gives :func:`call_with` a module whose forward is any function of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from curvlab_kernels import ops
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -22,7 +21,7 @@ from curvlab.operators import Curvature, FromFunction
 from curvlab.operators.objective import terms
 from curvlab.operators.products.autograd import kept
 from curvlab.operators.products.sizing import Cost, measure
-from curvlab.parameters import Selection, layout_of, select_parameters
+from curvlab.parameters import Selection, call_with, layout_of, select_parameters
 from curvlab.plan.formulae import USUAL, products_needed
 from curvlab.refusals import Refusal, Trap
 
@@ -243,7 +242,7 @@ def counted(
         state = {**fixed, **dict(zip((f"model.{n}" for n in chosen), leaves, strict=True))}
 
         def value() -> Tensor:
-            result: Tensor = functional_call(_Loss(model, whole), state, (few,))
+            result: Tensor = call_with(_Loss(model, whole), state, (few,))
             return result
 
         product = kept(value, leaves, layout)

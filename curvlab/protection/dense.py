@@ -2,10 +2,10 @@
 
 What is guaranteed, for every optimizer: the change of the parameters in a step is orthogonal to the
 rows of the basis, ``M (after - before) = 0``, up to the rounding of the parameters themselves
-(norm at most ``eps |theta|`` in each step, without preferred direction; over many steps that are
-about as small as that rounding it adds up, and ``gradients=True`` keeps it less). The projection is applied
-to the change that the optimizer has made, so nothing an optimizer does can leak: not momentum
-gathered before the basis grew, weight decay, a closure's line search or an adaptive scale.
+(norm at most ``eps |theta|`` in each step, without preferred direction; over many steps about as
+small as that rounding it adds up, with ``gradients=True`` less of it). The projection is applied to
+the change that the optimizer has made, so nothing an optimizer does can leak: not momentum gathered
+before the basis grew, weight decay, a closure's line search or an adaptive scale.
 
 - ``SGD``, with or without momentum, Nesterov and weight decay, is linear in the gradients: its
   projected change *is* the step of SGD-dagger, ``d = P(g + wd p)``, as long as the basis stays the
@@ -197,8 +197,8 @@ class _Room:
     """Flat vectors ``(n,)`` for a step, each also as tensors of the parameters' shapes.
 
     Attributes:
-        before: The parameters before the step; :meth:`Protection._finish` turns it into those after.
-        change: Without a master copy, the parameters before the step once more; with one, the change.
+        before: The parameters before the step; at its end those after it.
+        change: Without a master copy the parameters before the step; with one, the change.
         master: For parameters that round, what they would be if they did not; else ``None``.
         given: For the same, what the model was given of it.
     """

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from curvlab.operators.policy import generators
 from curvlab.operators.products.layers import Rewritten
 from curvlab.operators.products.recompute import recomputed
+from curvlab.parameters import call_with
 from curvlab.probe import OperatorError
 
 REMEDY = (
@@ -185,7 +185,7 @@ class _Call:
             leaves[i] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
         inside = _Inside(self.of.block, self.of.original)
-        result = functional_call(inside, state, args, kwargs)
+        result = call_with(inside, state, args, kwargs)
         flat, self.results_spec = tree_flatten(result)
         self.results = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat]
         return [leaf for leaf in flat if isinstance(leaf, Tensor)]
@@ -218,7 +218,7 @@ class _Call:
 
 
 class _Inside(nn.Module):
-    """Gives ``functional_call`` a module whose forward is the block's own, without its hooks."""
+    """Gives :func:`call_with` a module whose forward is the block's own, without its hooks."""
 
     def __init__(self, block: nn.Module, original: Callable[..., Any]) -> None:
         super().__init__()
