@@ -70,6 +70,13 @@ INTEGER_CASES = {
     "mul 64": ("mul.lo.s64 {0}, {1}, {2};", "s64 s64 s64", lambda a, b: a * b),
     "mul high": ("mul.hi.u32 {0}, {1}, {2};", "u32 u32 u32", lambda a, b: a * b >> 32),
     "mul high signed": ("mul.hi.s32 {0}, {1}, {2};", "s32 s32 s32", lambda a, b: a * b >> 32),
+    "mul high 64": ("mul.hi.u64 {0}, {1}, {2};", "u64 u64 u64", lambda a, b: a * b >> 64),
+    "mul high 64 signed": ("mul.hi.s64 {0}, {1}, {2};", "s64 s64 s64", lambda a, b: a * b >> 64),
+    "mad high 64": (
+        "mad.hi.s64 {0}, {1}, {2}, {3};",
+        "s64 s64 s64 s64",
+        lambda a, b, c: (a * b >> 64) + c,
+    ),
     "mul wide": ("mul.wide.s32 {0}, {1}, {2};", "s64 s32 s32", lambda a, b: a * b),
     "mul wide unsigned": ("mul.wide.u32 {0}, {1}, {2};", "u64 u32 u32", lambda a, b: a * b),
     "mad": ("mad.lo.s64 {0}, {1}, {2}, {3};", "s64 s64 s64 s64", lambda a, b, c: a * b + c),
@@ -310,6 +317,28 @@ def test_bfloat16_is_rounded_once_alone_and_in_pairs():
     assert np.array_equal(lanewise(text, "u32 u16 u16", a, b) == 1, widened(a) > widened(b))
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("name", ["add", "sub", "fma"])
+def test_sixteen_bits_and_a_float_are_added_with_one_rounding(name, kind):
+    narrow = [floats(np.float16, seed) for seed in (0, 1)]
+    values = [each.astype(np.float32) for each in narrow]
+    if kind == "bf16":
+        narrow = [bfloat16(each) for each in values]
+        values = [widened(each) for each in narrow]
+    count, (a, b), c = 2 if name == "fma" else 1, values, floats(np.float32, 2)
+    c[::2] = (a if name == "sub" else -a * b if name == "fma" else -a)[::2] * np.float32(1 + 2**-20)
+    texts = {1: "{0}, {1}, {2}", 2: "{0}, {1}, {2}, {3}"}
+    kinds = " ".join(["f32", *["u16"] * count, "f32"])
+    actual = lanewise(f"{name}.rn.f32.{kind} {texts[count]};", kinds, *narrow[:count], c)
+    for got, *factors, last in zip(actual, *values[:count], c, strict=True):
+        product = math.prod(Fraction(float(each)) for each in factors)
+        exact = product + (-1 if name == "sub" else 1) * Fraction(float(last))
+        assert got == nearest(exact, np.float32), (factors, last, got)
+    for other in (f"add.rz.f32.{kind}", f"max.f32.{kind}", f"add.ftz.f32.{kind}"):
+        with pytest.raises(UnknownInstruction):
+            lanewise(f"{other} {texts[1]};", "f32 u16 f32", narrow[0], c)
+
+
 @pytest.mark.parametrize("name", ["fma", "add"])
 def test_sums_toward_zero_are_the_last_float_before_the_exact_one(name):
     a, b, c = (np.clip(floats(np.float32, seed), -1e9, 1e9) for seed in range(3))
@@ -503,7 +532,7 @@ def test_every_mnemonic_of_the_table_is_tested_here_or_with_the_memories():
         "mul.rz.f32 %r1, %r2, %r3;",
         "fma.rz.f64 %d1, %d2, %d3, %d4;",
         "fma.rm.f32 %r1, %r2, %r3, %r4;",
-        "mul.hi.s64 %d1, %d2, %d3;",
+        "mul.wide.s64 %d1, %d2, %d3;",
         "ld.const.b32 %r1, [%d1];",
         "mad.hi.cc.u32 %r1, %r2, %r3, %r4;",
         "madc.lo.u32 %r1, %r2, %r3, %r4;",

@@ -294,6 +294,71 @@ def test_atomics_whose_old_value_is_used_pass_if_no_order_matters(architecture):
     assert abs(float(total) - float(x.double().sum())) < 1e-4
 
 
+@triton.jit
+def first_kernel(out, flag):
+    """Whichever block comes first finds zero, each by an instruction of its own."""
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(out, tl.atomic_cas(flag, 0, 1))
+    else:
+        tl.store(out + program, tl.atomic_cas(flag, 0, 2))
+
+
+@triton.jit
+def middle_kernel(out, count):
+    """Which block is the second of three, if counting begins at zero."""
+    if tl.atomic_add(count, 1) == 1:
+        tl.store(out, tl.program_id(0))
+
+
+@pytest.mark.parametrize("kernel", [first_kernel, middle_kernel])
+@pytest.mark.parametrize("lanes", [128, 1 << 15])
+@pytest.mark.parametrize("blocks", [2, 3, 5])
+def test_an_order_that_matters_by_branches_or_in_the_middle_is_a_fault(kernel, blocks, lanes):
+    out, state = torch.zeros(2, 5, dtype=torch.int32)
+    if kernel is middle_kernel and blocks == 5:  # the one in the middle
+        state.fill_(-1)
+    with pytest.raises(Fault, match="depends on the order"):
+        execute(kernel, (blocks,), out, state, lanes=lanes)
+
+
+@pytest.mark.parametrize("lanes", [128, 1 << 15])
+def test_blocks_run_in_the_order_that_was_asked_for(lanes):
+    for order, found in ((range, [0, 1]), (lambda count: reversed(range(count)), [2, 0])):
+        out, flag = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        execute(first_kernel, (2,), out, flag, order=order, lanes=lanes)
+        assert out.tolist() == found
+
+
+@triton.jit
+def halves_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    values = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(out, tl.sum(values, axis=0))
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, "f16"), (torch.bfloat16, "bf16")])
+def test_sums_of_halves_as_users_write_them(dtype, kind):
+    x, out = random(200, dtype=dtype), torch.empty(1)
+    report = execute(halves_kernel, (1,), x, out, 200, BLOCK=256, architecture=100)
+    assert report.issued[f"add.rn.f32.{kind}"]
+    assert abs(float(out) - float(x.double().sum())) < 1e-4
+
+
+@triton.jit
+def seventh_kernel(x, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at) // 7)
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_quotients_of_long_integers_as_users_write_them(architecture):
+    whole = torch.arange(-64, 64) * (2**62 // 63)
+    divided = torch.empty_like(whole)
+    execute(seventh_kernel, (1,), whole, divided, BLOCK=128, architecture=architecture)
+    assert torch.equal(divided, torch.div(whole, 7, rounding_mode="trunc"))
+
+
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_a_result_that_depends_on_the_order_of_atomics_is_a_fault(architecture):
     options = {"architecture": architecture}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from curvlab_kernels.audit.ptx.report import Fault
+from curvlab_kernels.audit.ptx.scheduler import TURNS
 
 from tests.ptx_snippets import run
 
@@ -169,9 +170,9 @@ def raced(report):
 
 
 @pytest.mark.parametrize("lanes", [64, 1024], ids=["one by one", "side by side"])
-@pytest.mark.parametrize("backwards", [False, True])
-def test_what_the_last_block_reads_was_handed_on_by_its_counter(lanes, backwards):
-    report, total, _ = last_block(lanes=lanes, backwards=backwards)
+@pytest.mark.parametrize("turns", [np.asarray, *TURNS.values()], ids=["ascending", *TURNS])
+def test_what_the_last_block_reads_was_handed_on_by_its_counter(lanes, turns):
+    report, total, _ = last_block(lanes=lanes, turns=turns)
     assert not report.findings
     assert total == 18
     report, _, count = last_block(lanes=lanes, reset="mov.u32 %r1, 0; st.global.b32 [%a1], %r1;")

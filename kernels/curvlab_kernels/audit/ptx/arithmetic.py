@@ -79,6 +79,8 @@ def _arithmetic(
     def build(program: Program, instruction: Instruction) -> Step:
         if instruction.parts in (("add", "rz", "f32"), ("add", "rz", "ftz", "f32")):
             return _toward_zero(program, instruction, lambda a, b: (a, np.ones(1, a.dtype), b))
+        if instruction.parts[0] in ("add", "sub", "fma") and instruction.parts[-2:-1] == ("f32",):
+            return _mixed(program, instruction, on_numbers)
         allowed = (*FLOATS, "bf16", *_PACKED, *(INTEGERS if integers else ()))
         kind = only(instruction, ("rn", *(("ftz",) if "f32" in instruction.parts else ())), allowed)
         count = len(instruction.operands) - 1
@@ -91,6 +93,20 @@ def _arithmetic(
         return elementwise(program, instruction, _flushing(function, instruction), [kind] * count)
 
     return build
+
+
+def _mixed(program: Program, instruction: Instruction, function: Callable[..., Array]) -> Step:
+    """``add.rn.f32.bf16`` and the like: 16-bit numbers and, last, a float32; rounded once."""
+    kind = instruction.parts[-1]
+    if kind not in ("f16", "bf16") or not set(instruction.parts[1:-2]) <= {"rn"}:
+        raise instruction.unknown()
+    kinds = [kind] * (len(instruction.operands) - 2) + ["f32"]
+
+    def widened(values: Array) -> Array:
+        return from_bfloat16(values) if kind == "bf16" else values.astype(np.float32)
+
+    on_floats = _one_nan(lambda *values: function(*map(widened, values[:-1]), values[-1]))
+    return elementwise(program, instruction, on_floats, kinds)
 
 
 def _one_nan(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -129,7 +145,7 @@ def _multiply(program: Program, instruction: Instruction) -> Step:
     if len(parts) != 3:
         raise instruction.unknown()
     how, bits = parts[1], BITS[kind]
-    if how != "lo" and bits == 64:
+    if how == "wide" and bits == 64:
         raise instruction.unknown()
     wide = f"{kind[0]}{2 * bits}"
     added = wide if how == "wide" else kind
@@ -137,6 +153,8 @@ def _multiply(program: Program, instruction: Instruction) -> Step:
     def product(a: Array, b: Array) -> Array:
         if how == "lo":
             return np.multiply(a, b)
+        if bits == 64:
+            return _high(a, b)
         whole: Array = np.multiply(a.astype(TYPES[wide]), b.astype(TYPES[wide]))
         high: Array = np.right_shift(whole, np.array(bits, whole.dtype)).astype(a.dtype)
         return whole if how == "wide" else high
@@ -144,6 +162,18 @@ def _multiply(program: Program, instruction: Instruction) -> Step:
     if not adds:
         return elementwise(program, instruction, product, [kind, kind])
     return elementwise(program, instruction, lambda a, b, c: product(a, b) + c, [kind, kind, added])
+
+
+def _high(a: Array, b: Array) -> Array:
+    """The upper half of the product of 64-bit integers, from products of their halves."""
+    half, low = np.uint64(32), np.uint64(2**32 - 1)
+    x, y = a.view(np.uint64), b.view(np.uint64)
+    first = (x >> half) * (y & low) + ((x & low) * (y & low) >> half)
+    second = (x & low) * (y >> half) + (first & low)
+    high = (x >> half) * (y >> half) + (first >> half) + (second >> half)
+    # A negative number is read as 2^64 more than it is.
+    signed: Array = (high - y * (a < 0) - x * (b < 0)).view(a.dtype)
+    return signed
 
 
 def _carrying(program: Program, instruction: Instruction) -> Step:

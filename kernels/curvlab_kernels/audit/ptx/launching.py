@@ -15,7 +15,7 @@ from curvlab_kernels.audit.ptx.movement import order_counts
 from curvlab_kernels.audit.ptx.numbers import FLOATS
 from curvlab_kernels.audit.ptx.program import Instruction, parse
 from curvlab_kernels.audit.ptx.report import Fault, Report
-from curvlab_kernels.audit.ptx.scheduler import LANES, LIMIT, Executable
+from curvlab_kernels.audit.ptx.scheduler import LANES, LIMIT, TURNS, Executable
 
 Order = Callable[[int], Iterable[int]]  # of the number of blocks
 # Programs per axis, or a function of the kernel's arguments by name that gives them.
@@ -62,8 +62,9 @@ def execute(
         reaches: Tensors that the kernel finds by addresses in a table, not by its arguments.
         races: Look for races in global memory, which lists every access.
         order: Gives the order in which blocks run. By default all in ascending order; if what
-            atomics return is used, once more in descending order, with the same results.
-        lanes: Threads that run side by side.
+            atomics return is used, again in two others (:data:`TURNS`), with the same results.
+        lanes: Threads that run side by side, but blocks whose order is given or may matter run
+            one by one.
         limit: Instructions that a thread may take; a kernel that takes more may never end.
         constants: Compile-time arguments and options such as ``num_warps``.
     """
@@ -72,24 +73,26 @@ def execute(
     spans += [(each.ctypes.data, each.nbytes) for each in loaded.code.program.tables.values()]
     x, y, z = _programs(grid(named) if callable(grid) else grid)
     memory, program = GlobalMemory(spans), loaded.code.program
+    several = order is None and order_counts(program)
     options: dict[str, Any] = {
         "dynamic_shared": loaded.shared,
         "races": races,
-        "lanes": lanes,
+        "lanes": lanes if order is None and not several else program.threads,
         "limit": limit,
     }
     run = partial(loaded.code.run, (x, y, z), values, memory, **options)
-    found = memory.bytes() if order is None and order_counts(program) else None
+    found = memory.bytes() if several else []
     report = run(order=None if order is None else order(x * y * z))
     report.require_clean()
-    if found is not None:
+    if several:
         left, tensors = memory.bytes(), [*tensors, *reaches]
         results = [tensor.clone() for tensor in tensors]
-        memory.restore(found)
-        run(backwards=True).require_clean()
         rounds = any(_adds_floats(each) for each in program.instructions)
-        for first, second in zip(results, tensors, strict=True):
-            _require_same(first, second, rounds, program.name)
+        for name, turns in TURNS.items():
+            memory.restore(found)
+            run(turns=turns).require_clean()
+            for first, second in zip(results, tensors, strict=True):
+                _require_same(first, second, rounds, program.name, name)
         memory.restore(left)
     return report
 
@@ -99,7 +102,7 @@ def _adds_floats(instruction: Instruction) -> bool:
     return parts[0] in ("atom", "red") and "add" in parts and parts[-1] in ("bf16", *FLOATS)
 
 
-def _require_same(first: Tensor, second: Tensor, rounds: bool, kernel: str) -> None:
+def _require_same(first: Tensor, second: Tensor, rounds: bool, kernel: str, turns: str) -> None:
     """Raise unless results in two orders are the same bits, or where atomics add floats, near."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
     differ = first.view(bits) != second.view(bits)
@@ -111,7 +114,7 @@ def _require_same(first: Tensor, second: Tensor, rounds: bool, kernel: str) -> N
         raise Fault(
             f"{kernel}: the result depends on the order in which blocks or threads come to its "
             f"atomics: {int(differ.sum())} elements of a tensor of shape {tuple(first.shape)} are "
-            f"others with the last block first. If each order is right, choose one by order="
+            f"others with {turns}. If each order is right, choose one by order="
         )
 
 

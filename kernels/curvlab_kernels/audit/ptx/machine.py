@@ -35,7 +35,7 @@ class Machine:
         programs: The numbers of the blocks in this batch.
         arguments: The kernel's parameters, as bits or numbers.
         log: Where global accesses are listed; None leaves races in global memory unchecked.
-        backwards: Whether atomics take the last lane first.
+        turns: Puts the lanes of an atomic in the order in which it takes them.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Machine:
         memory: GlobalMemory,
         log: AccessLog | None,
         report: Report,
-        backwards: bool = False,
+        turns: Callable[[Array], Array],
     ) -> None:
         threads, blocks = program.threads, len(programs)
         self.threads, self.blocks, self.lanes = threads, blocks, threads * blocks
@@ -61,7 +61,7 @@ class Machine:
         self.thread = self.number * threads + self.tid
         self.epoch = np.zeros(self.lanes, np.int32)  # barriers of the block so far
         self.warp_epoch = np.zeros(self.lanes, np.int32)  # and of the warp
-        self.backwards = backwards
+        self.turns = turns
         self.group = np.zeros(self.lanes, np.int64)  # of asynchronous copies
         # Lanes, their groups, places in shared memory, what is to come there.
         self.under_way: list[tuple[Array, Array, Array, Array]] = []

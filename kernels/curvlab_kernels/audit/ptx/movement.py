@@ -294,7 +294,7 @@ def atomic(program: Program, instruction: Instruction) -> Step:
         active = machine.active(mask)
         if not active.size:
             return
-        active = active[::-1] if machine.backwards else active
+        active = machine.turns(active)
         at = machine.spread(where(machine))[active]
         values = [machine.spread(read(machine))[active] for read in reads]
         if space == "global":

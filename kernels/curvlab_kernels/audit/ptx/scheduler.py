@@ -4,7 +4,7 @@ The lanes with the lowest instruction go first, so that those that took differen
 where the ways join. A barrier releases a block when all its threads have arrived.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -19,6 +19,12 @@ from curvlab_kernels.audit.ptx.report import Fault, Report
 LANES = 1 << 15  # in one batch: arrays that a core's cache holds
 LIMIT = 300_000  # instructions of a thread: some ten seconds
 _SHARED_BYTES = 1 << 23  # of one batch
+# Orders to compare with the ascending one, of blocks and of the lanes of an atomic. Of two or more
+# no one has the same place in all three.
+TURNS: dict[str, Callable[[Array], Array]] = {
+    "the last block first": lambda each: each[::-1],
+    "every second block first": lambda each: np.concatenate([each[1::2], each[::2]]),
+}
 _FLOW = ("bra", "ret", "exit", "bar", "barrier")
 
 
@@ -51,7 +57,7 @@ class Executable:
         order: Iterable[int] | None = None,
         lanes: int = LANES,
         limit: int = LIMIT,
-        backwards: bool = False,
+        turns: Callable[[Array], Array] = np.asarray,
     ) -> Report:
         """Execute the blocks of a grid; raises :class:`Fault` where it cannot go on.
 
@@ -60,20 +66,19 @@ class Executable:
             order: The blocks in the order in which they run; a part of them counts for a part.
             lanes: Threads that run side by side.
             limit: Instructions that a thread may take.
-            backwards: The last block first, one or a few at a time, and so the lanes of atomics.
+            turns: Puts the blocks in another order, and so the lanes of each atomic.
         """
         blocks = np.fromiter(range(int(np.prod(grid))) if order is None else order, np.int64)
-        blocks = blocks[::-1] if backwards else blocks
+        blocks = turns(blocks)
         report = Report(self.program.name, len(blocks))
         log = AccessLog() if races else None
         shared = max(self.program.static_shared + dynamic_shared, 1)
         size = max(1, min(lanes // self.program.threads, _SHARED_BYTES // shared))
-        size = min(size, -(-len(blocks) // 64)) if backwards else size
         issued = np.zeros(len(self.steps), np.int64)
         with np.errstate(all="ignore"):
             for first in range(0, len(blocks), size):
                 batch = blocks[first : first + size]
-                state = dynamic_shared, memory, log, report, backwards
+                state = dynamic_shared, memory, log, report, turns
                 machine = Machine(self.program, grid, batch, arguments, *state)
                 _Batch(self, machine, issued).run(limit)
         report.counts = issued.tolist()
