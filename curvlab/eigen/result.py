@@ -78,8 +78,9 @@ class Eigenpairs:
             spans several eigenvalues, it is places that are right: the j-th value is the j-th
             eigenvalue within its tolerance, and one vector may stand for two of them. ``doubt``
             bounds what is orthogonal to the basis; that no eigenvector is just emerging from it is
-            a criterion: no unwanted pair's residual reaches beyond the last value. False means
-            that it was not checked or could not be shown.
+            a criterion: no unwanted pair's residual reaches beyond the last value. At ``tol=1e-2``
+            and looser that fails at times. False means that it was not checked or could not be
+            shown.
         doubt: Bound on the probability that ``complete`` is wrong; 0 when every direction of the
             space was examined, 1 when completeness was not shown.
         orthogonality: Largest element of ``|V V' - I|``.
