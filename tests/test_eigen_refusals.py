@@ -341,3 +341,16 @@ def test_no_more_products_are_made_than_are_allowed(solver, certify):
         assert bool((true <= pairs.residuals).all())
     with pytest.raises(ValueError, match="leaves none for the search"):
         solver(operator, 4, max_products=4, certify=Certify(explicit=True))
+
+
+def test_a_low_rank_matrix_smaller_than_a_few_blocks_is_solved_from_every_start():
+    values = torch.zeros(13, dtype=torch.float64)
+    values[:6] = torch.tensor([3.0, 3.0, 2.0, 1.0, 0.01, 1e-4])
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        normal = torch.randn(13, generator=generator, dtype=torch.float64)
+        turn = torch.eye(13).double() - 2 * torch.outer(normal, normal) / normal.square().sum()
+        pairs = block_lanczos(turn @ torch.diag(values) @ turn, 3, block=4, seed=seed)
+        assert pairs.complete
+        assert pairs.orthogonality < 1e-13
+        torch.testing.assert_close(pairs.values, values[:3], rtol=1e-12, atol=0.0)
