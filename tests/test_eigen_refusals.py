@@ -354,3 +354,21 @@ def test_a_low_rank_matrix_smaller_than_a_few_blocks_is_solved_from_every_start(
         assert pairs.complete
         assert pairs.orthogonality < 1e-13
         torch.testing.assert_close(pairs.values, values[:3], rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("solver", [partial(lanczos, dense=False), partial(block_lanczos, block=2)])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_start_vectors_of_which_nothing_is_left_are_skipped(solver, k):
+    units = torch.eye(20, dtype=torch.float64)
+    q = torch.linalg.eigh(rotated(torch.linspace(1, 2, 20).double())).eigenvectors.T.contiguous()
+    weights = torch.randn(3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for matrix, gone in ((torch.diag(torch.linspace(1, 2, 20).double()), units[:3]),
+                         (rotated(torch.linspace(1, 2, 20).double()), q[:3]),
+                         (torch.zeros(20, 20).double(), units[:3])):  # fmt: skip
+        truth = torch.linalg.eigvalsh(matrix).flip(0)[:k]
+        for start in (gone[0], weights @ gone, gone, gone[[0, 0]], torch.cat([gone, units[9:10]]),
+                      torch.stack([units[9], -units[9]])):  # fmt: skip
+            pairs = solver(matrix, k, tol=1e-9, deflate=gone, v0=start)
+            assert pairs.complete
+            torch.testing.assert_close(pairs.values, truth, rtol=1e-9, atol=1e-15)
+            assert float((pairs.vectors @ gone.T).abs().max()) < 1e-14
