@@ -372,3 +372,29 @@ def test_start_vectors_of_which_nothing_is_left_are_skipped(solver, k):
             assert pairs.complete
             torch.testing.assert_close(pairs.values, truth, rtol=1e-9, atol=1e-15)
             assert float((pairs.vectors @ gone.T).abs().max()) < 1e-14
+
+
+@pytest.mark.parametrize("deflate", [None, torch.eye(2, 60, dtype=torch.float64)])
+@pytest.mark.parametrize("given", ["function", "own", "matrix"])
+def test_the_dense_way_makes_no_more_products_than_are_allowed(given, deflate):
+    matrix = rotated(torch.linspace(1, 2, 60).double())
+
+    class Own:
+        n, dtype, device = 60, torch.float64, torch.device("cpu")
+
+        def __matmul__(self, vectors):
+            return vectors @ matrix
+
+    for most in (5, 40, 63, 64, 65, 66, 200):
+        operator = {
+            "function": FromFunction(lambda v: matrix @ v, 60, dtype=torch.float64),
+            "own": Own(),
+            "matrix": matrix,
+        }[given]
+        pairs = lanczos(operator, 30, max_products=most, deflate=deflate)
+        assert pairs.matvecs <= most
+        if most == 200:
+            assert pairs.method.startswith("dense")
+        elif most == 5 and pairs.matvecs:
+            with pytest.raises(ValueError, match="max_products="):
+                lanczos(operator, 30, max_products=most, deflate=deflate, dense=True)
