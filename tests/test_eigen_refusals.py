@@ -341,3 +341,60 @@ def test_no_more_products_are_made_than_are_allowed(solver, certify):
         assert bool((true <= pairs.residuals).all())
     with pytest.raises(ValueError, match="leaves none for the search"):
         solver(operator, 4, max_products=4, certify=Certify(explicit=True))
+
+
+def test_a_low_rank_matrix_smaller_than_a_few_blocks_is_solved_from_every_start():
+    values = torch.zeros(13, dtype=torch.float64)
+    values[:6] = torch.tensor([3.0, 3.0, 2.0, 1.0, 0.01, 1e-4])
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        normal = torch.randn(13, generator=generator, dtype=torch.float64)
+        turn = torch.eye(13).double() - 2 * torch.outer(normal, normal) / normal.square().sum()
+        pairs = block_lanczos(turn @ torch.diag(values) @ turn, 3, block=4, seed=seed)
+        assert pairs.complete
+        assert pairs.orthogonality < 1e-13
+        torch.testing.assert_close(pairs.values, values[:3], rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("solver", [partial(lanczos, dense=False), partial(block_lanczos, block=2)])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_start_vectors_of_which_nothing_is_left_are_skipped(solver, k):
+    units = torch.eye(20, dtype=torch.float64)
+    q = torch.linalg.eigh(rotated(torch.linspace(1, 2, 20).double())).eigenvectors.T.contiguous()
+    weights = torch.randn(3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for matrix, gone in ((torch.diag(torch.linspace(1, 2, 20).double()), units[:3]),
+                         (rotated(torch.linspace(1, 2, 20).double()), q[:3]),
+                         (torch.zeros(20, 20).double(), units[:3])):  # fmt: skip
+        truth = torch.linalg.eigvalsh(matrix).flip(0)[:k]
+        for start in (gone[0], weights @ gone, gone, gone[[0, 0]], torch.cat([gone, units[9:10]]),
+                      torch.stack([units[9], -units[9]])):  # fmt: skip
+            pairs = solver(matrix, k, tol=1e-9, deflate=gone, v0=start)
+            assert pairs.complete
+            torch.testing.assert_close(pairs.values, truth, rtol=1e-9, atol=1e-15)
+            assert float((pairs.vectors @ gone.T).abs().max()) < 1e-14
+
+
+@pytest.mark.parametrize("deflate", [None, torch.eye(2, 60, dtype=torch.float64)])
+@pytest.mark.parametrize("given", ["function", "own", "matrix"])
+def test_the_dense_way_makes_no_more_products_than_are_allowed(given, deflate):
+    matrix = rotated(torch.linspace(1, 2, 60).double())
+
+    class Own:
+        n, dtype, device = 60, torch.float64, torch.device("cpu")
+
+        def __matmul__(self, vectors):
+            return vectors @ matrix
+
+    for most in (5, 40, 63, 64, 65, 66, 200):
+        operator = {
+            "function": FromFunction(lambda v: matrix @ v, 60, dtype=torch.float64),
+            "own": Own(),
+            "matrix": matrix,
+        }[given]
+        pairs = lanczos(operator, 30, max_products=most, deflate=deflate)
+        assert pairs.matvecs <= most
+        if most == 200:
+            assert pairs.method.startswith("dense")
+        elif most == 5 and pairs.matvecs:
+            with pytest.raises(ValueError, match="max_products="):
+                lanczos(operator, 30, max_products=most, deflate=deflate, dense=True)

@@ -93,6 +93,20 @@ def test_a_block_becomes_orthonormal_whatever_it_is(kernels, m, b, n, dtype, gen
         assert float(rest.norm(dim=1).max()) <= SEEN[dtype], name
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", [9, 12, 13])
+def test_a_block_has_no_more_directions_than_the_rows_leave(kernels, m, dtype, generator):
+    for _ in range(200):
+        rows = orthonormal(m, 13, dtype, generator)
+        block = torch.randn(4, m, generator=generator, dtype=torch.float64) @ rows[:, :13].double()
+        outside = torch.randn(4, 13, generator=generator, dtype=torch.float64)
+        block = (block + 100 * torch.finfo(dtype).eps * outside).to(dtype)
+        kept = kernels.orthonormalise_block_(rows, block)
+        together = torch.cat([rows[:, :13], block[kept]])
+        assert len(together) <= 13
+        assert departure(together) <= ORTHOGONAL[dtype]
+
+
 def exact_products(rows, others):
     """``rows @ others.T`` of float64 matrices, each sum rounded once."""
     sums = [[fsum((row * other).tolist()) for other in others] for row in rows]

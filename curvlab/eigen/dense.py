@@ -19,6 +19,7 @@ from curvlab.operators import Dense
 from curvlab.probe import RAGGED, OperatorError, brought_near
 
 BLOCK = 64  # identity rows multiplied at a time
+MOST_PROBED = 6  # products that a probe makes at most
 
 
 def dense_is_cheaper(products: Products, k: int) -> bool:
@@ -32,6 +33,13 @@ def dense_is_cheaper(products: Products, k: int) -> bool:
     if isinstance(products.operator, Dense):
         return products.n <= max(256, 6 * k)
     return products.n <= 2 * k + 24
+
+
+def dense_products(products: Products) -> int:
+    """Most products that :func:`solve_dense` makes, those apart that explain an asymmetry."""
+    if isinstance(products.operator, Dense):
+        return 0 if products.deflation is None else products.n
+    return products.n + MOST_PROBED
 
 
 def dense_matrix(products: Products) -> Tensor:

@@ -22,7 +22,7 @@ import math
 
 import numpy as np
 import torch
-from curvlab_kernels.block import orthonormalise_with_
+from curvlab_kernels.block import length_after, orthonormalise_with_
 from torch import Tensor, nn
 
 from curvlab.eigen.overlaps import Overlaps
@@ -118,8 +118,11 @@ class Krylov:
         """
         target = self.rows.row(self.size)
         target.copy_(vector)
+        before = self.rows.space.norm(target)
         self.products.project_out_(target)
-        length = float(self.rows.orthonormalise_(target)[1])
+        deflated = self.products.n - self.products.room
+        left = length_after(before, self.rows.space.norm(target), deflated, target.dtype)
+        length = float(self.rows.orthonormalise_(target)[1]) if float(left) else 0.0
         if not math.isfinite(length):
             raise ValueError("a start vector holds NaN or infinity")
         if length == 0.0:

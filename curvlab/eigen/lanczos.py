@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from curvlab.eigen.dense import dense_is_cheaper, solve_dense
+from curvlab.eigen.dense import dense_is_cheaper, dense_products, solve_dense
 from curvlab.eigen.products import Deflation, Products
 from curvlab.eigen.request import Certify, Checkpoint, as_checkpoint, check_start, request
 from curvlab.eigen.result import Eigenpairs, RelativeTo
@@ -68,13 +68,14 @@ def lanczos(
             their sum, or where they nearly are eigenvectors still, from all of them.
         seed: Of the random vectors.
         max_products: Products after which the solve ends, all checks included (default
-            ``max(1000, 50 k)``, and not more than ``n``). Only where products contradict each other
-            the seven that tell whether it is rounding come on top.
+            ``max(1000, 50 k)``, and not more than ``n``). The probe of an operator that has not
+            been probed is made in any case, four to six of them. Only where products contradict
+            each other those that tell whether it is rounding come on top.
         certify: Whether to look for hidden copies until they are excluded; ``Certify(...)`` says
             with what doubt and for how many products.
         room: ``Room(rows=, bytes=, file=)``: what the working rows may take, and where they are.
         dense: Force or forbid the eigendecomposition of the whole matrix; by default it is used
-            where it is cheaper, and ``method`` says so.
+            where it is cheaper and ``max_products`` allows its ``n``, and ``method`` says so.
         checkpoint: File for the state, or ``Checkpoint(file, every=)``; if it exists, the solve
             resumes from it.
         progress: Show a line on the terminal; by default when there is one.
@@ -102,6 +103,12 @@ def lanczos(
     )
     if dense and products.space.sharded:
         raise ValueError("dense=True needs whole vectors; this operator's are in shards")
-    if dense or (dense is None and start is None and dense_is_cheaper(products, k)):
+    allowed = max_products is None or dense_products(products) <= max_products
+    if dense and not allowed:
+        raise ValueError(
+            f"dense=True takes up to {dense_products(products)} products; max_products= allows "
+            f"{max_products}"
+        )
+    if dense or (dense is None and start is None and allowed and dense_is_cheaper(products, k)):
         return solve_dense(products, asked)
     return run(products, asked, start=start, keeping=keeping, progress=progress, method="lanczos")

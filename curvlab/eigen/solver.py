@@ -79,14 +79,16 @@ class Solver:
 
         The sum of the rows is multiplied first: earlier eigenvectors come out of it in as many
         products as there are, and what is new comes with them. Where that product stays among the
-        rows, :meth:`_settle_start` multiplies the others too.
+        rows, :meth:`_settle_start` multiplies the others too. Rows of which the deflation leaves
+        nothing are skipped; without any, the start is random.
         """
         if vectors is not None:
             block, b = self.request.block, len(vectors)
             if block == 1 and self.request.k <= b and 2 * b + 8 <= self.request.quota.search:
                 for row in vectors:
                     self.krylov.add(row)
-                self.krylov.lead(torch.ones(self.krylov.frontier, dtype=torch.float64))
+                if self.krylov.frontier:
+                    self.krylov.lead(torch.ones(self.krylov.frontier, dtype=torch.float64))
             else:
                 for first in range(min(block, b)):
                     total = torch.zeros_like(vectors[0], dtype=self.products.dtype)
@@ -94,7 +96,7 @@ class Solver:
                         total += row / float(self.products.space.norm(row.to(total.dtype)))
                     self.krylov.add(total)
                 if block == 1 < b and self._add_random():  # some pairs are lacking: half by chance
-                    self.krylov.lead(torch.ones(2, dtype=torch.float64))
+                    self.krylov.lead(torch.ones(self.krylov.frontier, dtype=torch.float64))
                     self.krylov.drop(1)
         while self.krylov.frontier < self.request.block and self._add_random():
             pass

@@ -70,12 +70,17 @@ def orthonormalise_with_(
     mixing, independent = ordered_mixing(products, lower, remaining[kept], tolerance)
     kept, sources = kept[independent], kept
     _mix_(block, mixing, kept, sources)
-    for _ in range(2):
+    # A vector of which almost all was removed may have been rounding of that. What the pass after
+    # shortens by more than the rank rule allows, or the last one by half, was: it is dropped too.
+    for before, least in ((remaining, tolerance), (torch.ones_like(remaining), 0.5)):
         project(block)
         products = inner()[kept][:, kept]
-        _mix_(block, inverse(torch.linalg.cholesky(products)), kept, kept)
         if not needs_another_pass(products):
+            _mix_(block, inverse(torch.linalg.cholesky(products)), kept, kept)
             break
+        mixing, independent = ordered_mixing(products, None, before[kept], least)
+        kept, sources = kept[independent], kept
+        _mix_(block, mixing, kept, sources)
     mask = torch.zeros(block.shape[0], dtype=torch.bool, device=block.device)
     mask[kept] = True
     return mask
