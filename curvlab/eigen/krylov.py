@@ -118,11 +118,9 @@ class Krylov:
         """
         target = self.rows.row(self.size)
         target.copy_(vector)
-        before = self.rows.space.norm(target)
-        self.products.project_out_(target)
-        deflated = self.products.n - self.products.room
-        left = length_after(before, self.rows.space.norm(target), deflated, target.dtype)
-        length = float(self.rows.orthonormalise_(target)[1]) if float(left) else 0.0
+        if not self._deflate_start_(target):
+            return False
+        length = float(self.rows.orthonormalise_(target)[1])
         if not math.isfinite(length):
             raise ValueError("a start vector holds NaN or infinity")
         if length == 0.0:
@@ -182,6 +180,18 @@ class Krylov:
         self._pending.append((j, comparable, coefficients, length))
         if self._host:
             self.settle()
+
+    def _deflate_start_(self, row: Tensor) -> bool:
+        """Remove the deflated rows from a start vector; returns whether more than rounding is left.
+
+        Without any to remove nothing is measured: each number costs a wait for the device.
+        """
+        if self.products.deflation is None:
+            return True
+        before = self.rows.space.norm(row)
+        self.products.project_out_(row)
+        deflated = self.products.n - self.products.room
+        return bool(length_after(before, self.rows.space.norm(row), deflated, row.dtype))
 
     def _deflate_new_(self, row: Tensor) -> None:
         """Remove what rounding left of the deflated rows; a short remainder had much of it."""
