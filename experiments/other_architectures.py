@@ -59,6 +59,7 @@ class Config:
 
 DEMO = Config(cifar10.DEMO.networks)
 SCALED = Config(cifar10.SCALED.networks)
+TENTH = Config(cifar10.TENTH.networks)
 HALF = Config(cifar10.HALF.networks)
 FEW = Config(cifar10.FEW.networks)
 # the table has no k = 40
@@ -136,7 +137,14 @@ EXPERIMENT = Experiment(
     label="tab:other-arch",
     what="Forgetting of SGD and SGD-dagger-k with a ResNet and a ViT on Split CIFAR-10 and -100",
     data="cifar10",
-    sizes={"demo": DEMO, "scaled": SCALED, "half": HALF, "few": FEW, "full": FULL},
+    sizes={
+        "demo": DEMO,
+        "scaled": SCALED,
+        "tenth": TENTH,
+        "half": HALF,
+        "few": FEW,
+        "full": FULL,
+    },
     run=run,
     tables=tables,
     claims=claims,
@@ -147,6 +155,7 @@ EXPERIMENT = Experiment(
     cost={
         "demo": "about 3 min, shared with Table:forg-C10-extended",
         "scaled": "20 min on 2 cores, shared with Table:forg-C10-extended",
+        "tenth": "nothing beyond Table:forg-C10-extended, whose runs it shares",
         "half": "nothing beyond Table:forg-C10-extended, whose runs it shares",
         "few": "nothing beyond Table:forg-C10-extended, whose runs it shares",
         "full": "nothing beyond Table:forg-C10-extended and Table:acc-C100, whose runs it shares: "
