@@ -140,7 +140,7 @@ EXPERIMENT = Experiment(
     cost={
         "demo": "about 3 min, shared with tab:other-arch",
         "scaled": "20 min on 2 cores, shared with tab:other-arch",
-        "tenth": "about 2 h a seed on one core: the paper's ViT on a tenth of its images",
+        "tenth": "about 70 min a seed on one core: the paper's ViT on a tenth of its images",
         "half": "about 5 h a seed on one core with bfloat16: the ViT alone (estimate, not run)",
         "few": "about 1 h a seed on one core: the ResNet alone",
         "full": "about 6 h on one A100, --device cuda (estimate, not run)",
