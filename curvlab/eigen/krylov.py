@@ -7,7 +7,8 @@ and, up to rounding,
     A V = V H + R C + S D        (vectors as columns here)
 
 where ``S`` are frontier rows that have been set aside for a while: new rows are not made orthogonal
-to them, and their products are those of ``A + S M S'`` (:mod:`curvlab.eigen.hidden`). So a Ritz pair ``(theta, V y)`` of ``T = (H + H') / 2`` has a true residual of at most
+to them, and their products are those of ``A + S M S'`` (:mod:`curvlab.eigen.hidden`). So a Ritz
+pair ``(theta, V y)`` of ``T = (H + H') / 2`` has a true residual of at most
 ``||(H y - theta y, C y)|| + ||D y||``, and exactly that while nothing is set aside: no product and
 no long vector is needed to know it.
 With one frontier row and one start vector this is Lanczos; with several it is block Lanczos; a
