@@ -12,6 +12,13 @@ def whole(least: int = 1, /, **given: int) -> None:
             raise ValueError(f"{name}= must be at least {least}; got {value}")
 
 
+def flag(**given: bool) -> None:
+    """Raise unless all are ``True`` or ``False``: words and numbers would pass as one of them."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}= is True or False; got {value!r}")
+
+
 def inside(interval: str, /, **given: float) -> None:
     """Raise unless all numbers lie in ``interval``: ``inside("[0, 1)", momentum=momentum)``."""
     low, high = (float(end) for end in interval[1:-1].split(","))

@@ -1,18 +1,15 @@
 """Prescribed spectra: what is reported as converged and complete is right, at a bounded cost."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from curvlab.eigen import Certify, Room, block_lanczos, lanczos
-from curvlab.eigen.hidden import Chain, emerging
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import request
 from curvlab.eigen.run import run
-from curvlab.eigen.selection import Edge
 from curvlab.operators import FromFunction
 
 TOLERANCES = {torch.float64: (1e-3, 1e-8), torch.float32: (1e-3, 1e-4)}
@@ -292,37 +289,6 @@ def test_no_residual_is_reported_below_the_true_one_at_the_level_of_rounding(spe
             rest = vectors @ exact - pairs.values.numpy()[:, None] * vectors
             true = np.sqrt((rest**2).sum(1))
             assert (true <= pairs.residuals.numpy()).all()
-
-
-def test_a_wanted_vector_that_is_just_emerging_is_noticed():
-    ends = [Edge(7.0, 1)]
-    values = torch.tensor([5.0, 0.9, 0.2, -0.3], dtype=torch.float64)
-    strong = torch.tensor([[4.9, 0.1, 0.1, 0.1]], dtype=torch.float64)
-    weak = torch.tensor([[0.3, 0.4, 0.3, 0.2]], dtype=torch.float64)
-    found = emerging(values, strong, ends, 0.5)
-    assert found is not None
-    assert found.tolist() == [True, False, False, False]
-    assert emerging(values, weak, ends, 0.5) is None
-    # a pair at 6.5 with a residual of 0.55 may be an eigenvalue beyond 7
-    near = torch.tensor([6.5, 0.9, 0.2, -0.3], dtype=torch.float64)
-    reaching = emerging(near, torch.tensor([[0.55, 0.1, 0.1, 0.1]]).double(), ends, 0.5)
-    assert reaching is not None
-    assert reaching.tolist() == [True, False, False, False]
-    assert emerging(-values, strong, ends, 0.5) is None
-    assert emerging(-values, strong, [Edge(-7.0, -1)], 0.5) is not None
-
-
-def test_the_doubt_falls_as_the_chain_grows_and_is_that_of_a_normal_variable():
-    chain = Chain(0, [Edge(2.0, 1)], [[]])
-    assert chain.doubt(100) == pytest.approx(1.0)
-    doubts = []
-    for _ in range(6):
-        chain.alphas.append(0.0)
-        chain.betas.append(0.5)
-        doubts.append(chain.doubt(100))
-    assert all(later < earlier for earlier, later in pairwise(doubts))
-    # after one step: sum p_i(2)^2 = 1 + (2 / 0.5)^2 = 17, so P(g^2 < 100 / 17)
-    assert doubts[0] == pytest.approx(0.98470, abs=1e-4)
 
 
 def test_a_tolerance_below_the_precision_ends_with_that_reason():

@@ -125,6 +125,10 @@ def test_an_operator_that_reuses_its_buffer_or_overwrites_its_input_is_harmless(
         ({"room": Room(rows=4)}, "needs at least 12 rows"),
         ({"room": Room(bytes=2000)}, "bytes=2000"),
         ({"max_products": 0}, "max_products="),
+        ({"max_products": 12.5}, "max_products="),
+        ({"max_products": True}, "max_products="),
+        ({"tol": "1e-3"}, "tol="),
+        ({"checkpoint": 3}, "file="),
         ({"v0": torch.ones(N - 1, dtype=torch.float64)}, "v0="),
         ({"v0": torch.ones(N, dtype=torch.int64)}, "v0="),
         ({"v0": [1.0] * N}, "v0="),
@@ -153,11 +157,25 @@ def test_arguments_that_cannot_be_met_are_refused_with_advice(options, match):
         (lambda: Certify(products=0), "products="),
         (lambda: Checkpoint("file", every=0), "every="),
         (lambda: Room(rows=40, bytes=10**6), "not both"),
+        (lambda: Certify(doubt="0.1"), "doubt="),
+        (lambda: Certify(products=2.5), "products="),
+        (lambda: Certify(explicit="no"), "explicit="),
+        (lambda: Checkpoint("file", every=1.5), "every="),
+        (lambda: Checkpoint(True), "file="),
+        (lambda: Room(rows=20.5), "rows="),
+        (lambda: Room(bytes=1e9), "bytes="),
+        (lambda: Room(file=3), "file="),
     ],
 )
 def test_what_is_said_of_proof_room_and_files_is_checked(made, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((ValueError, TypeError), match=match):
         made()
+
+
+@pytest.mark.parametrize("dense", ["no", 0])
+def test_dense_is_a_choice_of_two(dense):
+    with pytest.raises(TypeError, match="dense="):
+        lanczos(A, 3, dense=dense)
 
 
 def test_a_function_that_wants_another_dtype_is_told_how_to_get_it():

@@ -8,7 +8,6 @@ that a file is not resumed with other options, and what is known of the operator
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +44,16 @@ _OVERLAPS = {
     "squares": FINITE,
     "late": FINITE,
 }
-_EDGE = {"point": FINITE, "side": int}
+_EDGE = {"number": COUNT, "point": FINITE, "side": int}
 _CHAIN = {
     "first": COUNT,
     "edges": [_EDGE],
-    "known": [[[FINITE, FINITE]]],
     "alphas": [FINITE],
     "betas": [FINITE],
 }
 _PLAIN = {
     **dict.fromkeys(("draws", "finds", "next_look"), COUNT),
-    "doubt": FINITE,
+    "doubts": [FINITE],
     "converged_at": (None, COUNT),
     "exhausted": bool,
     "reason": str,
@@ -124,6 +122,7 @@ def state_of(solver: Solver) -> State:
     others = {
         "coupling": krylov.coupling[: krylov.size, : krylov.multiplied],
         "aside coupling": krylov.aside_coupling,
+        "tilt": krylov.tilt,
         "overlaps": torch.from_numpy(np.stack([krylov.overlaps.last, krylov.overlaps.before])),
     }
     facts = {
@@ -131,9 +130,17 @@ def state_of(solver: Solver) -> State:
         "overlaps": {name: getattr(krylov.overlaps, name) for name in _OVERLAPS},
         **{name: getattr(solver, name) for name in _PLAIN},
         "outcome": None if solver.outcome is None else solver.outcome.name,
-        "chain": None if solver.chain is None else asdict(solver.chain),
+        "chain": None if solver.chain is None else _chain_facts(solver.chain),
     }
     return State(rows, others, facts, solver.spent)
+
+
+def _chain_facts(chain: Chain) -> dict[str, Any]:
+    edges = [
+        {"number": number, "point": edge.point, "side": edge.side}
+        for number, edge in chain.edges.items()
+    ]
+    return {"first": chain.first, "edges": edges, "alphas": chain.alphas, "betas": chain.betas}
 
 
 def _require_tensors(
@@ -145,6 +152,7 @@ def _require_tensors(
         "aside": (rows.dtype, "aside", rows.width),
         "coupling": (torch.float64, "size", multiplied),
         "aside coupling": (torch.float64, "aside", rows.capacity),
+        "tilt": (torch.float64, "tilt", "tilt"),
         "overlaps": (torch.float64, 2, "overlaps"),
     }
     sizes = require_tensors(path, tensors, shapes)
@@ -154,8 +162,12 @@ def _require_tensors(
     asked = facts["krylov"]["chained"] and facts["overlaps"]["clean"] == 0
     good = good and (not asked or sizes["overlaps"] == size - 1)
     if (chain := facts["chain"]) is not None:
-        good = good and 0 < len(chain["edges"]) == len(chain["known"]) and chain["first"] <= size
-        good = good and all(edge["side"] in (-1, 1) for edge in chain["edges"])
+        good = good and len(chain["edges"]) > 0 and chain["first"] <= size
+        good = good and sizes["tilt"] == sizes["aside"]
+        good = good and all(
+            edge["side"] in (-1, 1) and edge["number"] < len(facts["doubts"])
+            for edge in chain["edges"]
+        )
         good = good and len(chain["alphas"]) == len(chain["betas"])
     if not good:
         raise StorageError(f"{path} is damaged: its figures contradict each other")
@@ -184,11 +196,13 @@ def restore(
     krylov.coupling[: krylov.size, : krylov.multiplied] = tensors["coupling"]
     krylov.aside = tensors["aside"].to(krylov.rows.device)
     krylov.aside_coupling = tensors["aside coupling"]
+    krylov.lean(tensors["tilt"])
     for name in _PLAIN:
         setattr(solver, name, facts[name])
     solver.outcome = None if facts["outcome"] is None else Outcome[facts["outcome"]]
     if facts["chain"] is not None:
         chain = {name: facts["chain"][name] for name in _CHAIN}
-        chain["edges"] = [Edge(edge["point"], edge["side"]) for edge in chain["edges"]]
-        chain["known"] = [[(value, room) for value, room in side] for side in chain["known"]]
+        chain["edges"] = {
+            edge["number"]: Edge(edge["point"], edge["side"]) for edge in chain["edges"]
+        }
         solver.chain = Chain(**chain)

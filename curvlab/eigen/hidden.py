@@ -2,112 +2,145 @@
 
 A Krylov space grown from one vector sees one direction of every eigenspace: further copies of a
 multiple eigenvalue stay hidden, and so does an eigenvector to which a warm start is orthogonal.
-Such a hidden eigenvector ``u`` is orthogonal to the basis. So take a random ``z`` orthogonal to
-the basis and run a second Lanczos chain from it, in the complement of the basis. ``z`` meets ``u``
-with weight ``g^2 / n``, where ``g`` is standard normal. After some steps, the largest weight that
-a measure with the observed recurrence can have at a point ``x`` is the Christoffel number
-``1 / sum p_i(x)^2`` of the chain's orthonormal polynomials, and outside their zeros it only falls
-further away. As soon as it is below ``q / n`` at the edge of the wanted part of the spectrum, an
-eigenvalue hidden beyond it would need ``g^2 < q``: an event of probability ``doubt``. If instead a
-Ritz value of basis and chain together passes the edge, an eigenvalue was missed, and the search
-goes on with it.
+Others are seen in part: they are just emerging. One count covers them all. With the basis ``V``,
+its Ritz pairs ``(theta_i, V y_i)``, its complement ``W`` and the frontier ``S`` in that, ``A`` is
 
-What this does not cover: an eigenvector that is neither orthogonal to the basis nor resolved by it,
-but just emerging from it. :func:`emerging` looks for the mark that it leaves, and the search goes
-on until there is none. That is a criterion, not a proof: the frontier's own products are unknown.
+    [ diag(theta)  c' S' ]        c_i = C y_i: what couples basis and complement, all of it known,
+    [ S c          A_WW  ]
+
+and Sylvester's law of inertia says: leave out the Ritz vectors with ``theta_i > x``, and what is
+left of ``A`` has no eigenvalue above ``x`` if and only if
+
+    A_WW + S M S' < x,    M = sum of c_i c_i' / (x - theta_i) over theta_i < x.
+
+Then ``A`` itself has no more eigenvalues above ``x`` than there are Ritz values, and each is as far
+from its own as the residuals of those pairs say (Weyl). To show it, a Lanczos chain is run in the
+complement, from a random ``z``, with the operator on the left: ``A`` *tilted* by ``M``, which takes
+no further product. Were there an eigenvector beyond ``x``, ``z`` would meet it with weight
+``g^2 / n``, where ``g`` is standard normal. After some steps, the largest weight that a measure
+with the observed recurrence can have at ``x`` is the Christoffel number ``1 / sum p_i(x)^2`` of the
+chain's orthonormal polynomials, and outside their zeros it only falls further away. As soon as it
+is below ``q / n``, an eigenvector beyond ``x`` would need ``g^2 < q``: an event of probability
+``doubt``. If instead a Ritz value of the chain passes ``x``, there is more beyond ``x`` than the
+wanted pairs, and the search goes on with what the chain has seen.
+
+Products are those of ``A`` only up to rounding, and that moves eigenvalues by no more (Weyl again):
+``x`` lies inside of the edge by that much. Where the wanted part of the spectrum has two edges each
+has its own ``M``. A chain tilted for one shows the other at a point moved inwards by the norm of
+the difference, or else another chain does.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from curvlab.eigen.krylov import Krylov
 from curvlab.eigen.selection import Edge
+
+NEAR = 0.1  # of the distance from the edge to the other values: a tilt that costs hardly a product
 
 
 @dataclass(slots=True)
 class Chain:
-    """The recurrence of the chain from a random vector: ``A z_i = b z_{i-1} + a z_i + b z_{i+1}``.
+    """The recurrence of the chain from a random vector: ``B z_i = b z_{i-1} + a z_i + b z_{i+1}``.
+
+    ``B`` is the operator in the complement, tilted for the first edge.
 
     Attributes:
         first: Row of the basis that holds ``z_0``.
-        edges: Beyond which an eigenvalue would be a missed one.
-        known: For each edge, the Ritz values before the chain, from the outermost inwards, and how
-            far each may move: ``[(value, allowance), ...]``.
+        edges: Which this chain is to show: by their number, the point for ``B``.
     """
 
     first: int
-    edges: list[Edge]
-    known: list[list[tuple[float, float]]]
+    edges: dict[int, Edge]
     alphas: list[float] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.alphas)
 
-    def found(self, values: Tensor) -> bool:
-        """Whether the Ritz values of basis and chain together show an eigenvalue missed before.
+    def read(self, krylov: Krylov) -> None:
+        """Take the recurrence from the products since the last time."""
+        for j in range(self.first + len(self), krylov.multiplied):
+            column = krylov.coupling[:, j]
+            self.alphas.append(float(column[j]))
+            # A chain that closes shows all that its start vector meets, as far as rounding lets.
+            closes = j + 1 == krylov.size
+            self.betas.append(
+                krylov.breakdown(float(column.norm())) if closes else float(column[j + 1])
+            )
 
-        Ritz values only move outwards when the basis grows, and those that have converged hardly
-        move. One that is new pushes all further ones by a place.
-        """
-        for edge, known in zip(self.edges, self.known, strict=True):
-            for i, value in enumerate(values.sort(descending=edge.side > 0).values.tolist()):
-                if edge.side * (value - edge.point) <= 0.0:
-                    break
-                if i >= len(known) or edge.side * (value - known[i][0]) > known[i][1]:
-                    return True
-        return False
+    def found(self) -> bool:
+        """Whether ``B`` is seen to have an eigenvalue beyond its own edge."""
+        return self._square_sum(next(iter(self.edges.values()))) is None
 
-    def doubt(self, n: int) -> float:
-        """Probability that a hidden eigenvalue beyond the edges went unseen, at most 1.
+    def doubts(self, n: int) -> dict[int, float]:
+        """Probabilities that an eigenvalue beyond an edge went unseen, at most 1.
+
+        One that is seen beyond another edge than the chain's own proves nothing: that edge is left
+        to a chain of its own from then on.
 
         Args:
             n: Dimension of the space in which ``z`` was drawn.
         """
-        weight = max(1.0 / _square_sum(self.alphas, self.betas, edge.point) for edge in self.edges)
-        return math.erf(math.sqrt(weight * n / 2.0))  # P(g^2 < weight n)
+        squares = {number: self._square_sum(edge) for number, edge in self.edges.items()}
+        own = next(iter(self.edges))
+        self.edges = {i: self.edges[i] for i in squares if i == own or squares[i] is not None}
+        return {  # P(g^2 < n / sum)
+            i: 1.0 if (total := squares[i]) is None else math.erf(math.sqrt(n / 2.0 / total))
+            for i in self.edges
+        }
+
+    def _square_sum(self, edge: Edge) -> float | None:
+        """``sum p_i(point)^2``; ``None`` if a Ritz value is beyond: a ``p_i`` has changed sign."""
+        total, before, here = 1.0, 0.0, 1.0
+        last = 0.0
+        for alpha, beta in zip(self.alphas, self.betas, strict=True):
+            ahead = edge.side * (edge.point - alpha) * here - last * before
+            if ahead < 0.0:
+                return None
+            if not ahead < 1e100 * beta:
+                return math.inf
+            before, here, last = here, ahead / beta, beta
+            total += here * here
+        return total
 
 
-def emerging(
-    values: Tensor, remainder: Tensor, ends: Sequence[Edge], share: float
-) -> Tensor | None:
-    """Which unwanted Ritz vectors may still become wanted, bool ``(m,)``; ``None`` if none may.
-
-    Were the frontier multiplied, could a Ritz value pass an edge? A frontier row of value ``a``
-    with couplings ``s`` makes one pass ``x`` if ``sum s_i^2 / (x - theta_i) > x - a``. ``a`` is not
-    known; the middle of the unwanted values stands for it. A wanted eigenvector that lies partly in
-    the unwanted Ritz vectors and partly in the frontier shows in this sum. Near the edge one vector
-    alone can do it: an eigenvalue lies within its residual, so none may reach beyond the edge.
+def tilted(
+    ends: dict[int, Edge], values: Tensor, couplings: Tensor, k: int, error: float
+) -> tuple[dict[int, Edge], Tensor]:
+    """What one chain can show of ``ends``, and the ``M`` ``(d, d)`` that its operator is tilted by.
 
     Args:
-        values: Unwanted Ritz values ``(m,)``.
-        remainder: Their couplings ``(f, m)`` to the frontier.
-        ends: Of the wanted part of the spectrum.
-        share: Of the distance ``x - a`` that the sum may reach.
+        ends: Edges by their number.
+        values: Ritz values ``(m,)``, the ``k`` wanted first.
+        couplings: ``c`` ``(d, m)``.
+        error: Norm of the error of a product.
     """
-    for edge in ends:
-        distance = edge.side * (edge.point - values)
-        push = remainder.square().sum(0) / distance.clamp_min(1e-3 * abs(edge.point))
-        reaching = remainder.square().sum(0) >= distance.clamp_min(0.0).square()
-        if bool(reaching.any()):
-            return reaching
-        if float(push.sum()) >= share * edge.side * (edge.point - float(values.mean())):
-            return push >= 0.5 * push.max()
-    return None
+    placed = {number: _placed(edge, values, couplings, error) for number, edge in ends.items()}
+    own = max(placed, key=lambda number: float(placed[number][1].norm()))
+    edge, tilt = placed.pop(own)
+    chosen = {own: edge}
+    for number, (edge, other) in placed.items():
+        moved = float(torch.linalg.matrix_norm(tilt - other, 2)) if len(tilt) else 0.0
+        point = edge.point - edge.side * moved
+        # The complement has much the same spectrum as the unwanted Ritz values.
+        if bool((edge.side * (point - values[k:]) > 0.0).all()):
+            chosen[number] = Edge(point, edge.side)
+    return chosen, tilt
 
 
-def _square_sum(alphas: Sequence[float], betas: Sequence[float], point: float) -> float:
-    """``sum p_i(point)^2`` over the orthonormal polynomials of the recurrence."""
-    total, before, here = 1.0, 0.0, 1.0
-    last = 0.0
-    for alpha, beta in zip(alphas, betas, strict=True):
-        if beta == 0.0:
-            return math.inf
-        before, here = here, ((point - alpha) * here - last * before) / beta
-        last = beta
-        total += here * here
-        if not total < 1e200:
-            return math.inf
-    return total
+def _placed(edge: Edge, values: Tensor, couplings: Tensor, error: float) -> tuple[Edge, Tensor]:
+    """The edge, or where that is just beyond a Ritz value a little inside, and its ``M``."""
+    found = []
+    for step in range(5):  # within half of the slack
+        point = edge.point - edge.side * (error + edge.slack * step / 8)
+        inside = edge.side * (point - values) > 0.0
+        part, distances = couplings[:, inside], point - values[inside]
+        tilt = (part / distances) @ part.T
+        near = NEAR * float(distances.abs().sum()) / max(1, len(distances))
+        found.append((float(tilt.norm()), near, Edge(point, edge.side), tilt))
+    least = min(norm for norm, *_ in found)
+    return next((at, tilt) for norm, near, at, tilt in found if norm <= least + near)

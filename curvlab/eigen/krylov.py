@@ -7,7 +7,8 @@ and, up to rounding,
     A V = V H + R C + S D        (vectors as columns here)
 
 where ``S`` are frontier rows that have been set aside for a while: new rows are not made orthogonal
-to them. So a Ritz pair ``(theta, V y)`` of ``T = (H + H') / 2`` has a true residual of at most
+to them, and their products are those of ``A + S M S'`` (:mod:`curvlab.eigen.hidden`). So a Ritz
+pair ``(theta, V y)`` of ``T = (H + H') / 2`` has a true residual of at most
 ``||(H y - theta y, C y)|| + ||D y||``, and exactly that while nothing is set aside: no product and
 no long vector is needed to know it.
 With one frontier row and one start vector this is Lanczos; with several it is block Lanczos; a
@@ -46,6 +47,7 @@ class Krylov:
             ``A v_j`` on all rows, that is ``H`` above ``C``.
         aside: ``S``, shape ``(d, width)``.
         aside_coupling: ``D``, shape ``(d, capacity)``, float64, CPU.
+        tilt: ``M``, shape ``(d, d)``, float64, CPU.
         norm: Largest ``||A v||`` seen for a unit ``v``: a lower bound of ``||A||``.
         overlaps: What is known of the rows' overlaps; its ``budget`` says whether to allow any.
     """
@@ -57,6 +59,7 @@ class Krylov:
         self.coupling = torch.zeros(capacity, capacity, dtype=torch.float64)
         self.aside = rows.rows()
         self.aside_coupling = torch.zeros(0, capacity, dtype=torch.float64)
+        self.lean(torch.zeros(0, 0, dtype=torch.float64))
         self.multiplied = 0
         self.restarts = 0
         self.norm = 0.0
@@ -302,6 +305,17 @@ class Krylov:
         self.asymmetry_squares += float(difference @ difference)
         self.asymmetry_count += max(0, comparable - unknown)
 
+    def lean(self, tilt: Tensor) -> None:
+        """Take ``tilt`` as ``M`` from now on."""
+        self.tilt = tilt
+        self._tilt = tilt.to(self.rows.device, self.rows.dtype)  # once: products wait for nothing
+
+    def tilt_(self, row: Tensor, product: Tensor) -> None:
+        """Add ``S M S' row`` to the ``product`` of a row."""
+        if len(self.aside):
+            met = self.rows.space.total(self.aside @ row)
+            product.addmv_(self.aside.T, self._tilt @ met.to(self._tilt.dtype))
+
     def set_aside(self) -> None:
         """Take the frontier out of the basis: new rows need not be orthogonal to it."""
         m, size = self.multiplied, self.size
@@ -317,6 +331,9 @@ class Krylov:
         """Make what was set aside when there were ``first`` rows part of the frontier again."""
         if len(self.aside) == 0:
             return
+        m = self.multiplied
+        met = self.rows.coefficients(self.aside).cpu()
+        self.aside_coupling[:, first:m] = -self.tilt @ met[:, first:m]  # their products were tilted
         self.coupling[first:, :first] = 0.0
         for held, remainder in zip(self.aside, self.aside_coupling, strict=True):
             target = self.rows.row(self.size)
@@ -324,7 +341,7 @@ class Krylov:
             overlap, length = self.rows.orthonormalise_(target)
             column = torch.cat([overlap, length.reshape(1)]).cpu()
             kept = self.size + (1 if float(column[-1]) > 0.0 else 0)
-            self.coupling[first:kept, :first] += torch.outer(column[first:kept], remainder[:first])
+            self.coupling[first:kept, :m] += torch.outer(column[first:kept], remainder[:m])
             self.rows.admit(kept - self.size)
         self.aside = self.aside[:0]
         self.aside_coupling = self.aside_coupling[:0]

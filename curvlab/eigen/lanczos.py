@@ -10,9 +10,9 @@ Guarantees, for an operator that is symmetric and linear to rounding:
   coefficient measured, plus an allowance for rounding and for the operator error that the solve
   has seen; ``Certify(explicit=True)`` spends one product per pair to compute each from its vector.
 - With ``certify=True`` (the default) a result with ``complete=True`` misses an eigenvalue, copies
-  included, with probability at most ``Certify.doubt``; see :mod:`curvlab.eigen.hidden` for how, and
-  for the one case that this does not cover. It costs about a dozen products. With ``False`` the
-  result says that it is not complete.
+  and those just emerging from the basis included, with probability at most ``Certify.doubt``; see
+  :mod:`curvlab.eigen.hidden` for how. It costs about a dozen products. With ``False`` the result
+  says that it is not complete.
 - The same arguments and the same operator give the same bits; the global generators are not used.
 
 An operator that fails its probe, or whose products contradict each other later by more than
@@ -24,6 +24,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from curvlab.checks import flag
 from curvlab.eigen.dense import dense_is_cheaper, dense_products, solve_dense
 from curvlab.eigen.products import Deflation, Products
 from curvlab.eigen.request import Certify, Checkpoint, as_checkpoint, check_start, request
@@ -101,6 +102,8 @@ def lanczos(
         certify=certify,
         room=room,
     )
+    if dense is not None:
+        flag(dense=dense)
     if dense and products.space.sharded:
         raise ValueError("dense=True needs whole vectors; this operator's are in shards")
     allowed = max_products is None or dense_products(products) <= max_products

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from curvlab.checks import flag, inside, whole
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import RelativeTo
 from curvlab.eigen.room import Quota, Room, quota
@@ -40,10 +41,10 @@ class Certify:
     explicit: bool = False
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.doubt < 1.0:
-            raise ValueError(f"Certify(doubt=) is a probability, 0 < doubt < 1; got {self.doubt}")
-        if self.products is not None and self.products < 1:
-            raise ValueError(f"Certify(products=) is at least 1; got {self.products}")
+        flag(copies=self.copies, explicit=self.explicit)
+        inside("(0, 1)", doubt=self.doubt)
+        if self.products is not None:
+            whole(products=self.products)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,9 @@ class Checkpoint:
     every: int = EVERY
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"Checkpoint(every=) is at least 1; got {self.every}")
+        whole(every=self.every)
+        if not isinstance(self.file, str | Path):
+            raise TypeError(f"Checkpoint(file=) is a path; got {type(self.file).__name__}")
 
     @property
     def path(self) -> Path:
@@ -157,7 +159,7 @@ def request(
 
 def as_checkpoint(checkpoint: Checkpoint | str | Path | None) -> Checkpoint | None:
     """A path as the checkpoint in that file."""
-    return Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
+    return checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
 
 
 def check_choice(name: str, value: str, choices: Any) -> str:
@@ -178,8 +180,7 @@ def check_numbers(
         left = f"{products.n} - {products.n - products.room} deflated"
         raise ValueError(f"k= is between 1 and n = {left}; got {k}")
     check_which(which)
-    if not 0.0 <= tol < 1.0:
-        raise ValueError(f"tol= is a relative residual, 0 <= tol < 1; got {tol}")
+    inside("[0, 1)", tol=tol)
     check_choice("relative_to", relative_to, RelativeTo)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**40:
         raise ValueError(f"seed= is a whole number, 0 <= seed < 2**40; got {seed!r}")
@@ -216,6 +217,5 @@ def product_budget(max_products: int | None, k: int) -> int:
     """How many products a solve may make."""
     if max_products is None:
         return max(1000, 50 * k)
-    if max_products < 1:
-        raise ValueError(f"max_products= is at least 1; got {max_products}")
+    whole(max_products=max_products)
     return max_products

@@ -76,11 +76,8 @@ class Eigenpairs:
             nearer to the last (``reason`` says so where one is in sight) may stand in its place: of
             1.1085 and -1.1087 at ``tol=1e-3`` either may be called the larger. Where a tolerance
             spans several eigenvalues, it is places that are right: the j-th value is the j-th
-            eigenvalue within its tolerance, and one vector may stand for two of them. ``doubt``
-            bounds what is orthogonal to the basis; that no eigenvector is just emerging from it is
-            a criterion: no unwanted pair's residual reaches beyond the last value. At ``tol=1e-2``
-            and looser that fails at times. False means that it was not checked or could not be
-            shown.
+            eigenvalue, off by no more than the residuals taken together, and one vector may stand
+            for two of them. False means that it was not checked or could not be shown.
         doubt: Bound on the probability that ``complete`` is wrong; 0 when every direction of the
             space was examined, 1 when completeness was not shown.
         orthogonality: Largest element of ``|V V' - I|``.

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlab.eigen.hidden import emerging
 from curvlab.eigen.krylov import Krylov
 from curvlab.eigen.request import Request
 from curvlab.eigen.result import tolerances
@@ -71,18 +70,6 @@ class Ritz:
         slack = (self.residuals[:k] + bounds.loss).clamp_min(floor)
         slack = torch.maximum(self.asked(bounds), slack)
         return edges(self.values[:k], slack, self.request.which, floor=floor, norm=bounds.norm)
-
-    def emerging(self, krylov: Krylov, bounds: Bounds, finds: int) -> Tensor | None:
-        """Columns of unwanted Ritz vectors that may still become wanted, or ``None``.
-
-        A chain that found something, as ``finds`` did, left other copies just emerging from it.
-        """
-        share = 0.2 if finds else 0.5
-        k, mixing = self.request.k, self.mixing[:, self.request.k :]
-        if mixing.shape[1] == 0 or krylov.frontier == 0:
-            return None
-        found = emerging(self.values[k:], krylov.remainder(mixing), self.edges(bounds), share)
-        return None if found is None else mixing[:, found]
 
     def overlaps_budget(self, krylov: Krylov, bounds: Bounds) -> float:
         """What a step may remove late from a row (:mod:`curvlab.eigen.overlaps`); 0: nothing.

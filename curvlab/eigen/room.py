@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from curvlab_kernels import ops
 
+from curvlab.checks import whole
 from curvlab.eigen.products import Products
 from curvlab.operators.products.free import free_bytes
 from curvlab.rows import MappedFile, Rows, Tier
@@ -55,6 +56,12 @@ class Room:
             )
         if self.rows is not None and self.bytes is not None:
             raise ValueError("give Room(rows=) or Room(bytes=), not both")
+        if self.rows is not None:
+            whole(rows=self.rows)
+        if self.bytes is not None:
+            whole(bytes=self.bytes)
+        if not isinstance(self.file, str | Path | None):
+            raise TypeError(f"Room(file=) is a path; got {type(self.file).__name__}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,15 @@ def order(values: Tensor, k: int, which: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Where the wanted part of the spectrum ends: beyond ``point``, above (+1) or below (-1) it."""
+    """Where the wanted part of the spectrum ends: beyond ``point``, above (+1) or below (-1) it.
+
+    Attributes:
+        slack: How far ``point`` is beyond the last wanted value.
+    """
 
     point: float
     side: int
+    slack: float = 0.0
 
 
 def edges(values: Tensor, slack: Tensor, which: str, *, floor: float, norm: float) -> list[Edge]:
@@ -63,13 +68,13 @@ def edges(values: Tensor, slack: Tensor, which: str, *, floor: float, norm: floa
     def edge(wanted: Tensor, side: int, allowance: Tensor) -> Edge:
         last, room = float(wanted[-1]), float(allowance[-1])
         if abs(last) > floor:
-            return Edge(last + side * room, side)
+            return Edge(last + side * room, side, room)
         beyond = side * wanted[side * wanted > floor]
         return Edge(side * (float(beyond.min()) / 2 if len(beyond) else 1e-3 * norm), side)
 
     if which == "LM":
         above = edge(values.abs(), 1, slack)
-        return [above, Edge(-above.point, -1)]
+        return [above, Edge(-above.point, -1, above.slack)]
     if which == "LA":
         return [edge(values, 1, slack)]
     if which == "SA":

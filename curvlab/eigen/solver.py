@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from curvlab.eigen.hidden import Chain
+from curvlab.eigen.hidden import Chain, tilted
 from curvlab.eigen.krylov import Krylov, reflection
 from curvlab.eigen.noise import require_rounding
 from curvlab.eigen.outcome import Outcome
@@ -23,6 +23,7 @@ from curvlab.eigen.room import working_rows
 from curvlab.probe import Certificate, usual_limit
 
 NEAR = 4.0  # times tol that given rows may be off for Rayleigh-Ritz on them: then never above cold
+LOOK = 4  # products of a chain between two looks for what it has found
 FASTEST = 4.0  # by which a product may bring the worst residual down; networks' Hessians show 2.5
 
 
@@ -42,7 +43,7 @@ class Solver:
         self.krylov = Krylov(working_rows(request.quota, products), products)
         self.draws = 0
         self.chain: Chain | None = None
-        self.doubt = 1.0
+        self.doubts: list[float] = []  # of each edge; none before a chain has shown anything
         self.converged_at: int | None = None  # products when all wanted pairs had converged
         self.outcome: Outcome | None = None
         self.reason = ""
@@ -52,6 +53,11 @@ class Solver:
         self.exhausted = False  # every direction of the space has been multiplied
         self.found = 0  # wanted pairs that have converged, shown in the progress line
         self.next_look = 0  # products at which the Ritz pairs are looked at again
+
+    @property
+    def doubt(self) -> float:
+        """Probability that an eigenvalue was missed: one that was lies beyond one of the edges."""
+        return max(self.doubts, default=1.0)
 
     @property
     def limit(self) -> float:
@@ -124,7 +130,7 @@ class Solver:
         self.krylov.bring_back(self.krylov.multiplied)
         self.krylov.grow(request.quota.total)
         self.request, self.outcome, self.reason = request, None, ""
-        self.chain, self.doubt, self.converged_at = None, 1.0, None
+        self.chain, self.doubts, self.converged_at = None, [], None
         self._judge()
         self.spent, self.whole = self.products.spent, True
 
@@ -150,6 +156,9 @@ class Solver:
     def finish(self, outcome: Outcome, reason: str) -> None:
         """End the solve; the pairs are those found so far."""
         self.krylov.settle()
+        if self.chain is not None:  # what it has multiplied is no part of the decomposition yet
+            self.krylov.forget(self.chain.first)
+            self.chain = None
         self.outcome, self.reason = outcome, reason
 
     def _search_step(self) -> None:
@@ -189,6 +198,8 @@ class Solver:
         self.whole = True  # until it comes back, a product changes nothing
         self.products.into(vectors, images)
         self.whole = False
+        if self.chain is not None:
+            krylov.tilt_(vectors, images)
         if single:
             krylov.expand(images, self.products.error)
         else:
@@ -214,7 +225,7 @@ class Solver:
         self.next_look = self.products.spent + max(request.stride, krylov.multiplied // 64, wait)
         krylov.overlaps.budget = ritz.overlaps_budget(krylov, self.bounds)
         if self.exhausted or krylov.multiplied >= self.products.room:
-            self.doubt = 0.0
+            self.doubts = [0.0]
             self.finish(Outcome.CONVERGED, "converged: the basis spans the whole space")
         elif not bool(found.all()):
             self.converged_at = None
@@ -223,10 +234,7 @@ class Solver:
         else:
             if self.converged_at is None:
                 self.converged_at = self.products.spent
-            if ritz.emerging(krylov, self.bounds, self.finds) is None:
-                self._begin_chain(ritz)
-            elif self._out_of_patience():
-                self._give_up()
+            self._begin_chain(ritz)
 
     def _begin_chain(self, ritz: Ritz) -> None:
         """Set the frontier aside and start a chain from a random row orthogonal to what is left."""
@@ -237,17 +245,22 @@ class Solver:
         if krylov.multiplied > most:
             self._compress(max(k, most))
             ritz = self.ritz()
+        ends = ritz.edges(self.bounds)
+        self.doubts = self.doubts or [1.0] * len(ends)
+        open_ends = {
+            n: ends[n] for n, doubt in enumerate(self.doubts) if doubt > self.request.certify.doubt
+        }
+        couplings = krylov.aside_coupling[:, : krylov.multiplied] @ ritz.mixing
+        chosen, tilt = tilted(open_ends, ritz.values, couplings, k, self.bounds.loss)
+        krylov.lean(tilt)
         if self._add_random():
-            ends, allowances = ritz.edges(self.bounds), 2.0 * ritz.residuals + self.bounds.floor
-            pairs = sorted(zip(ritz.values.tolist(), allowances.tolist(), strict=True))
-            known = [pairs[::-1] if end.side > 0 else pairs for end in ends]
-            self.chain = Chain(krylov.multiplied, ends, known)
+            self.chain = Chain(krylov.multiplied, chosen)
         else:
             self.exhausted = True
             self._judge()
 
     def _certify_step(self, chain: Chain) -> None:
-        krylov = self.krylov
+        krylov, asked = self.krylov, self.request.certify.doubt
         if krylov.frontier:  # else a checkpoint was written just when the chain had closed
             self._expand()
         full = krylov.size + len(krylov.aside) + 1 >= krylov.rows.capacity
@@ -255,48 +268,36 @@ class Solver:
         if 0 < krylov.unsettled < self.request.stride and not out:
             return
         krylov.settle()
-        going = krylov.frontier > 0
         require_rounding(self.products, krylov, self.limit, self.request.seed)
-        seen = len(chain)
-        for j in range(chain.first + seen, krylov.multiplied):
-            column = krylov.coupling[:, j]
-            chain.alphas.append(float(column[j]))
-            # A chain that closes shows all that its start vector meets, as far as rounding lets.
-            closes = j + 1 == krylov.multiplied and not going
-            chain.betas.append(
-                krylov.breakdown(float(column.norm())) if closes else float(column[j + 1])
-            )
-        doubt = self.doubt * chain.doubt(self.products.room)
-        ends = doubt <= self.request.certify.doubt or not going or out
-        # An eigenvalue that comes into sight stays there: it need not be looked for at every step.
-        look = ends or len(chain) // 4 > seen // 4
-        if look and chain.found(torch.linalg.eigvalsh(krylov.projected())):
-            self.chain = None
+        seen, doubts, closed = len(chain), list(self.doubts), krylov.frontier == 0
+        chain.read(krylov)
+        for number, doubt in chain.doubts(self.products.room).items():
+            doubts[number] *= doubt
+        shown = all(doubts[number] <= asked for number in chain.edges)
+        ends = shown or closed or out
+        # What comes into sight stays there, and a few more products show more of it.
+        if (ends or len(chain) // LOOK > seen // LOOK) and chain.found():
             self.finds += 1
-            self.doubt = 1.0
-            self.converged_at = None
+            self.chain, self.doubts, self.converged_at = None, [], None
             krylov.bring_back(chain.first)
             self._judge()
             return
         if not ends:
             return
-        self.chain = None
-        if doubt <= self.request.certify.doubt:
+        gained = any(doubts[number] <= 0.9 * self.doubts[number] for number in chain.edges)
+        self.chain, self.doubts = None, doubts
+        if closed and not shown:
+            krylov.bring_back(chain.first)  # the next one starts outside of it
+        else:
             krylov.forget(chain.first)
-            self.doubt = doubt
+        if self.doubt <= asked:
             self.finish(Outcome.CONVERGED, "converged")
-        elif self._out_of_patience() or (full and doubt > 0.9 * self.doubt):
-            krylov.forget(chain.first)
+        elif self._out_of_patience() or (full and not gained):
             self._give_up()
-        elif full:
-            # No room to go on: another one from a new random vector. Start vectors are independent,
-            # so what is hidden stays so only if each of them misses it: the doubts multiply.
-            krylov.forget(chain.first)
-            self.doubt = doubt
-            self._begin_chain(self.ritz())
-        else:  # it closed: the next one starts outside of it
-            krylov.bring_back(chain.first)
-            self.doubt = doubt
+        else:
+            # Another one from a new random vector: for an edge that this one could not show, or
+            # because there was no room to go on. Start vectors are independent, so what is missed
+            # stays unseen only if each of them misses it: the doubts multiply.
             self._begin_chain(self.ritz())
 
     def _out_of_patience(self) -> bool:
@@ -332,9 +333,7 @@ class Solver:
         ritz = self.ritz()
         allowed = ritz.allowed(self.bounds)
         late = ritz.residuals[:k] > allowed
-        emerging = None if bool(late.any()) else ritz.emerging(krylov, self.bounds, self.finds)
-        columns = ritz.mixing[:, :k][:, late] / allowed[late] if emerging is None else emerging
-        remainder = krylov.remainder(columns)
+        remainder = krylov.remainder(ritz.mixing[:, :k][:, late] / allowed[late])
         if float(remainder.abs().sum()) > 0.0:
             weights = torch.linalg.svd(remainder, full_matrices=False).U[:, 0]
             # A solve that was interrupted in its product has it there already.

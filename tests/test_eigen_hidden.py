@@ -1,0 +1,149 @@
+"""The chain that shows that no eigenvalue is missing: its operator, its points and its doubt."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from curvlab.eigen import lanczos
+from curvlab.eigen.hidden import Chain, tilted
+from curvlab.eigen.products import Products
+from curvlab.eigen.request import request
+from curvlab.eigen.ritz import Ritz
+from curvlab.eigen.selection import Edge
+from curvlab.eigen.solver import Solver
+from curvlab.operators import Dense
+from curvlab.probe import Certificate
+from tests.test_eigen_conformance import Diagonal
+
+
+def symmetric(values: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    square = torch.randn(len(values), len(values), generator=generator, dtype=torch.float64)
+    vectors = torch.linalg.qr(square).Q
+    matrix = (vectors * values.double()) @ vectors.T
+    return (matrix + matrix.T) / 2
+
+
+def searched(matrix: torch.Tensor, steps: int, k: int, block: int = 1) -> tuple[Solver, Ritz]:
+    """A search that was stopped after some products, with its frontier set aside."""
+    products = Products(Dense(matrix), None)
+    certificate: Certificate = products.probe(0)
+    solver = Solver(products, request(products, k, block=block, which="LM"), certificate)
+    solver.start(None)
+    for _ in range(steps):
+        solver._expand()
+    solver.krylov.settle()
+    solver.krylov.set_aside()
+    return solver, solver.ritz()
+
+
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("steps", [3, 6, 12])
+def test_the_tilted_operator_counts_what_the_wanted_pairs_leave_beyond_a_point(steps, block):
+    """Sylvester's law against the spectrum of what is left, for points at all heights."""
+    generator = torch.Generator().manual_seed(steps)
+    values = torch.randn(60, generator=generator, dtype=torch.float64)
+    matrix = symmetric(values, steps)
+    solver, ritz = searched(matrix, steps, 3, block)
+    krylov = solver.krylov
+    basis, aside = krylov.rows.rows(), krylov.aside
+    complement = torch.linalg.svd(basis).Vh[len(basis) :]
+    couplings = krylov.aside_coupling[:, : krylov.multiplied] @ ritz.mixing
+    pairs = ritz.mixing.T @ basis
+    counts = set()
+    for side in (1, -1):
+        for height in torch.linspace(-2.3, 2.3, 24).tolist():
+            chosen, tilt = tilted({0: Edge(height, side)}, ritz.values, couplings, 3, 0.0)
+            beyond = side * (ritz.values - height) > 0.0
+            rest = torch.cat([pairs[~beyond], complement])
+            left = torch.linalg.eigvalsh(rest @ matrix @ rest.T)
+            seen = torch.linalg.eigvalsh(
+                complement @ (matrix + aside.T @ tilt @ aside) @ complement.T
+            )
+            point = chosen[0].point
+            assert point == height
+            expected = int((side * (left - height) > 0.0).sum())
+            assert int((side * (seen - point) > 0.0).sum()) == expected
+            counts.add(expected)
+    assert 0 in counts
+    assert len(counts) > 3
+
+
+def test_one_chain_shows_a_second_edge_where_the_difference_of_the_tilts_allows_it():
+    values = torch.randn(60, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    matrix = symmetric(values, 1)
+    solver, ritz = searched(matrix, 8, 3)
+    krylov, aside = solver.krylov, solver.krylov.aside
+    couplings = krylov.aside_coupling[:, : krylov.multiplied] @ ritz.mixing
+    complement = torch.linalg.svd(krylov.rows.rows()).Vh[krylov.multiplied :]
+    for far in (4.0, 8.0, 16.0):
+        ends = {0: Edge(2.5, 1), 1: Edge(-far, -1)}
+        both, tilt = tilted(ends, ritz.values, couplings, 3, 0.0)
+        alone, _ = tilted({0: ends[0]}, ritz.values, couplings, 3, 0.0)
+        _, other = tilted({1: ends[1]}, ritz.values, couplings, 3, 0.0)
+        assert both[0] == alone[0]
+        assert both[1].point > -far  # moved inwards
+        here, there = (
+            torch.linalg.eigvalsh(complement @ (matrix + aside.T @ m @ aside) @ complement.T)
+            for m in (tilt, other)
+        )
+        # below the moved point here if below the point there
+        assert float(here.min() - both[1].point) <= float(there.min() + far) + 1e-12
+    near = {0: Edge(2.5, 1), 1: Edge(float(ritz.values[3:].min()) - 1e-3, -1)}
+    assert list(tilted(near, ritz.values, couplings, 3, 0.0)[0]) == [1]  # the nearer one first
+
+
+def test_an_edge_just_beyond_a_ritz_value_moves_inside_by_at_most_half_of_its_slack():
+    values = torch.tensor([3.0, 2.0, 0.1, -0.2], dtype=torch.float64)
+    couplings = torch.tensor([[0.05, 0.001, 0.3, 0.3]], dtype=torch.float64)
+    chosen, tilt = tilted({0: Edge(3.0 + 1e-9, 1, 0.1)}, values, couplings, 1, 1e-6)
+    assert 2.95 - 2e-6 <= chosen[0].point < 3.0
+    assert float(tilt.abs().max()) < 0.1
+    # where nothing is near, only by the error of products
+    chosen, _ = tilted({0: Edge(2.5, 1, 0.1)}, values, couplings, 1, 1e-6)
+    assert chosen[0].point == 2.5 - 1e-6
+
+
+def test_the_doubt_falls_as_the_chain_grows_and_is_that_of_a_normal_variable():
+    chain = Chain(0, {0: Edge(2.0, 1), 1: Edge(-3.0, -1)})
+    assert chain.doubts(100)[0] == pytest.approx(1.0)
+    doubts = []
+    for _ in range(6):
+        chain.alphas.append(0.0)
+        chain.betas.append(0.5)
+        doubts.append(chain.doubts(100))
+    assert all(later[0] < earlier[0] for earlier, later in pairwise(doubts))
+    # after one step: sum p_i(2)^2 = 1 + (2 / 0.5)^2 = 17, so P(g^2 < 100 / 17)
+    assert doubts[0][0] == pytest.approx(0.98470, abs=1e-4)
+    assert doubts[5][1] < doubts[5][0]  # further away
+    assert not chain.found()
+
+
+def test_a_ritz_value_beyond_an_edge_is_found_and_another_edge_is_left_to_another_chain():
+    chain = Chain(0, {0: Edge(2.0, 1), 1: Edge(-2.0, -1)}, [0.0, 0.0, 0.0], [0.5, 0.5, 0.5])
+    assert chain.doubts(100).keys() == {0, 1}
+    chain.alphas.append(-2.5)
+    chain.betas.append(0.5)
+    assert chain.doubts(100).keys() == {0}
+    assert not chain.found()
+    chain.alphas.append(2.5)
+    chain.betas.append(0.5)
+    assert chain.doubts(100) == {0: 1.0}
+    assert chain.found()
+
+
+@pytest.mark.parametrize("tol", [1e-1, 1e-2])
+def test_at_loose_tolerances_no_set_called_complete_lacks_an_eigenvalue(tol):
+    """Random spectra, where an eigenvalue between the wanted ones may just be emerging."""
+    shown = 0
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(120, generator=generator, dtype=torch.float64)
+        k = 4 + 4 * seed
+        pairs = lanczos(Diagonal(values), k, which="LA", tol=tol, seed=seed, dense=False)
+        off = values.sort(descending=True).values[:k] - pairs.values
+        assert pairs.converged.all()
+        shown += pairs.complete
+        assert not pairs.complete or (off <= pairs.tolerances + pairs.floor).all(), seed
+    assert shown >= 8
