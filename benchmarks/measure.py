@@ -73,10 +73,11 @@ class Row:
 def peak_memory(call: Call, *, device: torch.device | str = "cpu", threads: int = 2) -> int:
     """Bytes that ``call`` needed on top of what was in use before it, at its worst moment.
 
-    On CUDA the allocator's own peak. On the CPU the growth of the process's resident memory
-    (Linux: the kernel's high-water mark, reset just before), which also sees NumPy and C code.
-    Where memory is short the kernel drops pages of libraries and mapped files meanwhile, and the
-    mark hides growth beneath them: what the process has of its own is watched as well.
+    On CUDA the allocator's own peak. On the CPU the growth of the process's own resident memory
+    (Linux: the kernel's high-water mark, reset just before, less the pages of files), which also
+    sees NumPy and C code. The kernel drops pages of libraries and mapped files as it likes and
+    reads them again when they are used: they are not counted, and as the mark hides growth beneath
+    those that were dropped, what the process has of its own is watched as well.
     Build everything that should count inside ``call``; call it once before if first-use buffers of
     the libraries should not count. Measure in a fresh process: in one that has worked for long,
     memory that malloc kept may be reused unseen.
@@ -96,10 +97,12 @@ def peak_memory(call: Call, *, device: torch.device | str = "cpu", threads: int 
             )
         _hand_back_freed_memory()
         Path("/proc/self/clear_refs").write_text("5")
-        before, own = status_bytes("VmRSS"), status_bytes("RssAnon")
+        own = status_bytes("RssAnon")
+        before = own + status_bytes("RssShmem")
         with Watch() as watch:
             call()
-        return max(0, status_bytes("VmHWM") - before, watch.most["RssAnon"] - own)
+        files = max(watch.most["RssFile"], status_bytes("RssFile"))
+        return max(0, status_bytes("VmHWM") - files - before, watch.most["RssAnon"] - own)
 
 
 class Watch:

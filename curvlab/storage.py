@@ -73,8 +73,10 @@ class Pieces:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Pieces":
-        """A tensor that is whole in memory."""
-        return cls(tensor.dtype, tuple(tensor.shape), lambda: [tensor])
+        """A tensor that is whole in memory; no second one is made of rows with gaps between."""
+        split = tensor.dim() > 1 and not tensor.is_contiguous()
+        parts = tensor.split(1) if split and len(tensor) else [tensor]
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: parts)
 
     def whole(self) -> Tensor:
         """All parts, read now."""

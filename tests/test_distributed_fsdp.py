@@ -18,7 +18,7 @@ from curvlab.operators.own import own_copy
 from curvlab.operators.products.sizing import LiveBytes
 from curvlab.parameters import layout_of
 from curvlab.probe import OperatorError
-from tests.test_operators_blockwise import Penalised, penalised
+from tests.test_operators_block_habits import Penalised, penalised
 
 pytestmark = pytest.mark.distributed
 

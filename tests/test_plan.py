@@ -1,6 +1,10 @@
 """The planner's arithmetic against the package's own, and its plans against what is measured."""
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +20,8 @@ from curvlab.eigen.room import PASSING, Room
 from curvlab.nets import mlp, slim_resnet18, vit_cifar
 from curvlab.operators.products.sizing import Cost
 from curvlab.plan import MACHINES, plan, plan_counted, scaled
-from curvlab.plan.cost import Unit, counted, measured
-from curvlab.plan.formulae import communication, memories, products_needed
+from curvlab.plan.cost import SCHEDULER, Unit, counted, measured
+from curvlab.plan.formulae import communication, mean_rows, memories, products_needed
 
 GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = (
@@ -174,6 +178,49 @@ def test_a_product_alone_and_rows_in_little_room_are_planned_without_the_usual_r
     for room, rows in ((Room(rows=20), 20), (Room(file="rows"), 0), (Room(bytes=10**8), 11)):
         unit = scaled(UNIT, 100, 10, 1e-3, 1, 10**10, 1, 1e9, room=room)
         assert unit.solver == (rows + 10 + PASSING) * UNIT.n * UNIT.element
+
+
+def test_few_rows_are_nearly_full_all_the_time_and_take_as_long_in_a_file():
+    assert mean_rows(5, 20, 10**6, 4, Room(rows=1000)) == 10.0
+    assert mean_rows(5, 10**6, 10**6, 4, Room(rows=20)) == pytest.approx(16.0, rel=1e-4)
+    few, filed, many = (
+        plan_of(available=10**10, room=room).orthogonalise_seconds
+        for room in (Room(rows=20), Room(rows=20, file="rows"), Room())
+    )
+    assert few == filed < many
+
+
+# Both on one core: the same work twice, and the second time beside another process that works.
+BESIDE = """
+import json, os, subprocess, sys, time
+from curvlab.plan.cost import clock
+
+def work():
+    began = clock(), time.perf_counter(), time.process_time()
+    for number in range(6_000_000):
+        pass
+    return clock() - began[0], time.perf_counter() - began[1], time.process_time() - began[2]
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+time.sleep(0.5)
+beside = work()
+other.kill()
+began = clock()
+time.sleep(0.2)
+print(json.dumps([*beside, clock() - began]))
+"""
+
+
+@pytest.mark.skipif(not Path(SCHEDULER).exists(), reason="only Linux says how long a thread waited")
+def test_the_clock_of_a_plan_stands_while_other_work_has_the_core():
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE], capture_output=True, text=True, check=True, timeout=120
+    )
+    own, wall, computed, slept = json.loads(done.stdout)
+    assert wall > 1.4 * own
+    assert own == pytest.approx(computed, rel=0.3)
+    assert slept > 0.15
 
 
 def test_counting_leaves_a_tied_model_tied_and_alone():

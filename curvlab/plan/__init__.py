@@ -35,6 +35,7 @@ from curvlab.plan.formulae import (
     Communication,
     Memory,
     communication,
+    mean_rows,
     memories,
     products_needed,
     solver_rows,
@@ -236,10 +237,10 @@ def scaled(
     rebuilt = 1.0 - kept / chunks
     product = chunks * unit.product[0] + own * unit.product[1] * (1.0 + 0.5 * rebuilt)
     setup = unit.setup[0] + own * unit.setup[1]
-    rows = min(products, max(2 * k + 32, 3 * k + 12), solver // vector)
-    orthogonalise = products * (0.5 * rows * unit.row / ranks + unit.step) if k else 0.0
+    rows = mean_rows(k, products, unit.n, vector, room) if k else 0.0
+    orthogonalise = products * (rows * unit.row / ranks + unit.step) if k else 0.0
     traffic = communication(unit.n, tasks * k, ranks, unit.element, unit.blocks)
-    sent = traffic.product + communication(unit.n, rows, ranks, 8).orthogonalise
+    sent = traffic.product + communication(unit.n, round(rows), ranks, 8).orthogonalise
     talking = products * talking_seconds(sent, traffic.messages, ranks, bandwidth)
     seconds = setup + products * product + orthogonalise + talking
     # A check, a search and a result are made one after the other; the graph's figure has a

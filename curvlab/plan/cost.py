@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from curvlab.refusals import Refusal, Trap
 
 SMALL, LARGE = 4, 24  # samples of the two measurements
 ROUNDS = 3
+BUSY = 0.1  # share of other work from which on a plan mentions it
+SCHEDULER = "/proc/thread-self/schedstat"  # Linux; the second number: ns that a thread waited
 MEASURED_ROWS = 1 << 29  # bytes: planning must not take what the work is to have
 
 
@@ -63,6 +66,23 @@ class Unit:
     blocks: int = 0
 
 
+def clock() -> float:
+    """Seconds; they do not pass while this thread waits for a core that other work has.
+
+    So a plan made on a busy machine says what a quiet one takes. Threads that help this one may be
+    kept waiting too, and then it counts: with one thread the clock is exact. Only Linux says how
+    long a thread waited; elsewhere this is a plain clock.
+    """
+    return time.perf_counter() - _waited()
+
+
+def _waited() -> float:
+    try:
+        return 1e-9 * int(Path(SCHEDULER).read_text().split()[1])
+    except OSError:
+        return 0.0
+
+
 def measured(
     kind: type[Curvature],
     model: nn.Module,
@@ -77,6 +97,7 @@ def measured(
 
     A short search for ``k`` pairs of the larger one shows how hard its spectrum is.
     """
+    began, waited = time.perf_counter(), _waited()
     most = batches.samples
     if most is None:
         raise ValueError("plan needs batches whose samples can be counted: cut them yourself")
@@ -102,6 +123,11 @@ def measured(
     problem = operator.problem
     held = sum(t.nbytes for t in [*problem.named().values(), *problem.buffers.values()])
     data = sum(t.nbytes for t in tensors(first)) / large
+    effort = _effort(operator, min(k, operator.n), tol, room) if k else 1.0
+    row = _row_seconds(operator.n, operator.dtype, operator.device)
+    step = _step_seconds(operator.dtype, operator.device)
+    others = (_waited() - waited) / (time.perf_counter() - began)
+    busy = f"; {others:.0%} of that time other work had the core, which is not counted"
     return Unit(
         n=operator.n,
         element=problem.parameters[0].element_size(),
@@ -110,10 +136,11 @@ def measured(
         graph=operator.cost,
         setup=_line(small, setup_small, large, setup_large),
         product=_line(small, product_small, large, product_large),
-        row=_row_seconds(operator.n, operator.dtype, operator.device),
-        step=_step_seconds(operator.dtype, operator.device),
-        how=f"measured on {small} and {large} samples, {torch.get_num_threads()} thread(s)",
-        effort=_effort(operator, min(k, operator.n), tol, room) if k else 1.0,
+        row=row,
+        step=step,
+        how=f"measured on {small} and {large} samples, {torch.get_num_threads()} thread(s)"
+        + (busy if others > BUSY else ""),
+        effort=effort,
     )
 
 
@@ -141,16 +168,16 @@ def _effort(operator: Curvature, k: int, tol: float, room: Room) -> float:
 def _timed(
     kind: type[Curvature], model: nn.Module, loss: Any, batch: Any, size: int, options: Any
 ) -> tuple[Curvature, float, float]:
-    began = time.perf_counter()
+    began = clock()
     operator = kind(model, loss, [rows(batch, slice(0, size))], **options)
     vector = torch.ones(operator.n, dtype=operator.dtype, device=operator.device)
     _finish(operator @ vector)
-    setup = time.perf_counter() - began
+    setup = clock() - began
     best = float("inf")
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        began = clock()
         _finish(operator @ vector)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, clock() - began)
     return operator, setup, best
 
 
@@ -162,10 +189,10 @@ def _row_seconds(n: int, dtype: torch.dtype, device: torch.device) -> float:
     vector = torch.ones(n, dtype=dtype, device=device)
     best = float("inf")
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        began = clock()
         ops.orthonormalise_(basis, vector)
         _finish(vector)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, clock() - began)
     return best / count
 
 
@@ -174,6 +201,7 @@ def _step_seconds(dtype: torch.dtype, device: torch.device, n: int = 3000) -> fl
     values = torch.linspace(-1.0, 1.0, n, dtype=dtype, device=device) ** 9
     best = float("inf")
     for _ in range(2):
+        began = clock()
         pairs = lanczos(
             FromFunction(lambda vector: values * vector, n, dtype=dtype, device=device),
             8,
@@ -181,7 +209,7 @@ def _step_seconds(dtype: torch.dtype, device: torch.device, n: int = 3000) -> fl
             max_products=40,
             progress=False,
         )
-        best = min(best, pairs.seconds / max(1, pairs.matvecs))
+        best = min(best, (clock() - began) / max(1, pairs.matvecs))
     return best
 
 

@@ -32,11 +32,23 @@ def solver_rows(k: int, products: int, n: int, vector: int, room: Room = USUAL) 
         vector: Bytes of one, on each rank.
         room: As the solver is given it.
     """
-    rows = usual_rows(k, n) + RESERVE if room.rows is None else room.rows
-    if room.bytes is not None:
-        rows = room.bytes // vector - k - PASSING
+    rows = _given_rows(k, vector, room) or usual_rows(k, n) + RESERVE
     held = 0 if room.file is not None else max(0, min(rows, products + 2, n))
     return held + k + PASSING
+
+
+def mean_rows(k: int, products: int, n: int, vector: int, room: Room = USUAL) -> float:
+    """Rows against which a product's image is made orthogonal, on average, wherever they are.
+
+    They fill up once; a full basis is compressed to about half of the rows beyond the pairs, again
+    and again, so that it is four fifths full from then on.
+    """
+    full = min(products, n, _given_rows(k, vector, room) or usual_rows(k, n))
+    return full * (0.5 * full + 0.8 * (products - full)) / products
+
+
+def _given_rows(k: int, vector: int, room: Room) -> int | None:
+    return room.rows if room.bytes is None else room.bytes // vector - k - PASSING
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,12 @@
 A block (one layer of a transformer, one stage of a ResNet) is one node of the graph, see
 :mod:`curvlab.operators.products.recompute`: what passes between blocks is kept, what is inside them
 is not. The products are exact for any model: blocks may take and return tuples and dictionaries,
-masks, shared and tied weights. What a block reads must reach it as an argument, a parameter or a
-buffer, and what it makes must leave as a result. A tensor that it finds elsewhere is a constant to
-it, and so is to the others one that it leaves on itself; a mutable argument, such as a cache, is
-not the same when the block is run again. All show in the first gradient, at the parameters or at a
-distance from them. It is compared with a plain one at both when the operator is made
+masks, shared and tied weights, and write into dictionaries and lists that they are given: what they
+leave there is a result. What a block reads must reach it as an argument, a parameter or a buffer,
+and what it makes must leave as a result. A tensor that it finds elsewhere is a constant to it, and
+so is to the others one that it leaves on itself; an argument of another class that it changes, such
+as a cache, is not the same when it is run again. All show in the first gradient, at the parameters
+or at a distance from them. It is compared with a plain one at both when the operator is made
 (:func:`curvlab.operators.verify.require_same_gradient`).
 """
 
@@ -28,8 +29,8 @@ from curvlab.probe import OperatorError
 
 REMEDY = (
     "Blocks are computed again when they are differentiated: they may read only their arguments, "
-    "parameters and buffers, may not change an argument, such as a cache of keys and values, may "
-    "not leave a tensor on self for use outside, and "
+    "parameters and buffers, may not change an argument that is no dictionary or list, such as a "
+    "cache of keys and values, may not leave a tensor on self for use outside, and "
     "must pass tensors bare or in tuples, lists and dictionaries: no other class is looked into. "
     "Hooks that compute a weight before forward do so outside the block: replace the old "
     "torch.nn.utils.weight_norm and spectral_norm by those of torch.nn.utils.parametrizations. "
@@ -133,7 +134,11 @@ class _Recomputed:
             return self.original(*args, **kwargs)
         states = [generator.get_state() for generator in generators(tensors[0].device)]
         call = _Call(self, own, [*parameters, *buffers], leaves, spec, where, states)
-        return call.structured(recomputed(call, tensors) if differentiated else call.run(tensors))
+        found = recomputed(call, tensors) if differentiated else call.run(tensors)
+        result, written = call.structured(found, leaves)
+        if written is not None:
+            _fill((args, kwargs), written)
+        return result
 
 
 @dataclass(eq=False)
@@ -186,7 +191,13 @@ class _Call:
         args, kwargs = tree_unflatten(leaves, self.spec)
         inside = _Inside(self.of.block, self.of.original)
         result = call_with(inside, state, args, kwargs)
-        flat, self.results_spec = tree_flatten(result)
+        flat, spec = tree_flatten((args, kwargs))
+        same = spec == self.spec and all(a is b for a, b in zip(flat, leaves, strict=True))
+        if not same:  # what was there before stays what it is
+            place = {id(leaf): i for i, leaf in enumerate(leaves)}
+            flat = [_Given(place[id(leaf)]) if id(leaf) in place else leaf for leaf in flat]
+        written = None if same else tree_unflatten(flat, spec)
+        flat, self.results_spec = tree_flatten((result, written))
         self.results = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat]
         return [leaf for leaf in flat if isinstance(leaf, Tensor)]
 
@@ -209,12 +220,39 @@ class _Call:
                     f"{REMEDY}"
                 ) from error
 
-    def structured(self, tensors: Sequence[Tensor]) -> Any:
+    def structured(self, tensors: Sequence[Tensor], leaves: list[Any]) -> tuple[Any, Any]:
+        """The block's result, and its arguments if it has written into them."""
         if self.results_spec is None:
             raise RuntimeError("a block's results are asked for before it has run")
         given = iter(tensors)
         flat = [next(given) if leaf is TENSOR else leaf for leaf in self.results]
-        return tree_unflatten(flat, self.results_spec)
+        flat = [leaves[leaf.place] if isinstance(leaf, _Given) else leaf for leaf in flat]
+        result, written = tree_unflatten(flat, self.results_spec)
+        return result, written
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Stands for what was given at this place."""
+
+    place: int
+
+
+def _fill(old: Any, new: Any) -> Any:
+    """``new``, with the dictionaries and lists of ``old`` where it has them, filled in place."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        items = {key: _fill(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(items)
+        return old
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple):
+        before = [*old, *[None] * (len(new) - len(old))]
+        filled = [_fill(one, other) for one, other in zip(before, new, strict=False)]
+        if isinstance(old, list):
+            old[:] = filled
+            return old
+        return old if all(a is b for a, b in zip(old, filled, strict=True)) else new
+    return new
 
 
 class _Inside(nn.Module):
