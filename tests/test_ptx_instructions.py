@@ -497,6 +497,43 @@ def test_integers_become_floats_rounded():
     )
 
 
+def nearest_bfloat16(exact: Fraction) -> float:
+    """The bfloat16 nearest to a fraction, ties to even."""
+    guess = int(np.float32(float(exact)).view(np.uint32)) >> 16
+    near = np.array([max(guess - 1, 0), guess, guess + 1, guess + 2], np.uint32) << 16
+    around = [each for each in near.view(np.float32) if np.isfinite(each)]
+    return min(
+        around,
+        key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) >> 16 & 1),
+    )
+
+
+@pytest.mark.parametrize("kind", ["s16", "s32", "u32", "s64", "u64", "f64"])
+def test_numbers_become_bfloat16_with_one_rounding(kind):
+    """Halfway between two bfloat16 but for a last bit, which a step through float32 would lose."""
+    if kind == "f64":
+        values = floats(np.float64, 12)
+        values[3:6] = 1 + 2**-8 + 2**-40, -1 - 2**-8 - 2**-40, 1 + 2**-8 - 2**-40
+    else:
+        values = integers(kind, 12)
+        top = 2 ** (int(kind[1:]) - 2)
+        values[:3] = top + top // 256 + 1, top + top // 256, top + top // 256 - 1
+        if kind[0] == "s":
+            values[3] = -(top + top // 256 + 1)
+    given = values.view(np.uint16) if kind == "s16" else values
+    read = kind.replace("s16", "u16")
+    actual = lanewise(f"cvt.rn.bf16.{kind} {{0}}, {{1}};", f"u16 {read}", given)
+    found = (actual.astype(np.uint32) << 16).view(np.float32)
+    assert found.tolist() == [nearest_bfloat16(Fraction(each)) for each in values.tolist()]
+
+
+def test_bfloat16_becomes_a_whole_number():
+    values = torch.tensor([3.75, -3.75, 2.5, float("nan"), 1e30, -1e30, 0.0, 100.0] * 4).bfloat16()
+    bits = values.view(torch.int16).numpy().view(np.uint16)
+    actual = lanewise("cvt.rzi.s32.bf16 {0}, {1};", "s32 u16", bits)
+    assert actual[:8].tolist() == [3, -3, 2, 0, 2**31 - 1, -(2**31), 0, 100]
+
+
 def test_every_mnemonic_of_the_table_is_tested_here_or_with_the_memories():
     here = {text.split(".")[0].split()[0] for text, _, _ in INTEGER_CASES.values()}
     here |= {"setp", "selp", "cvt", "set", *FLOAT_CASES, "min", "max"}
