@@ -1,9 +1,17 @@
 """Hand-written PTX, run on numpy arrays: the arrays are the kernel's pointer parameters."""
 
+from fractions import Fraction
+
 import numpy as np
+import pytest
 from curvlab_kernels.audit.ptx.memory import GlobalMemory
 from curvlab_kernels.audit.ptx.program import parse
 from curvlab_kernels.audit.ptx.scheduler import Executable
+
+LANES = 32
+# Of the tests of users' kernels; the others are run by `make test-slow`.
+ARCHITECTURES = [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 100))]
+STORE = "mad.wide.u32 %w0, %t, 4, %a0; st.global.b32 [%w0], %r1;"
 
 
 def program(body: str, parameters: int, threads: int = 32, shared: int = 0) -> str:
@@ -57,3 +65,42 @@ def lanewise(instruction: str, kinds: str, *inputs: np.ndarray) -> np.ndarray:
     assert not report.findings
     kind = {"s": "i", "u": "u", "b": "u", "f": "f"}[types[0][0]]
     return result.view(f"{kind}{result.dtype.itemsize}")
+
+
+def integers(kind: str, seed: int) -> np.ndarray:
+    """All corners of a type, and random numbers."""
+    dtype = np.dtype(("i" if kind[0] == "s" else "u") + str(int(kind[1:]) // 8))
+    limits = np.iinfo(dtype)
+    corners = [0, 1, 2, 3, 31, limits.max, limits.max - 1, limits.min, limits.min + 1]
+    rng = np.random.default_rng(seed)
+    rest = rng.integers(limits.min, limits.max, LANES - len(corners), dtype, endpoint=True)
+    return rng.permutation(np.concatenate([np.array(corners, dtype), rest]))
+
+
+def floats(dtype, seed: int) -> np.ndarray:
+    """Magnitudes from subnormal to large, signs, zeros."""
+    rng = np.random.default_rng(seed)
+    exponents = rng.integers(-12, 12, LANES)
+    values = (rng.standard_normal(LANES) * 2.0**exponents).astype(dtype)
+    values[:3] = 0.0, -0.0, np.finfo(dtype).smallest_subnormal
+    return values
+
+
+def nearest(exact: Fraction, dtype) -> float:
+    """The float nearest to a fraction, ties to even."""
+    guess = dtype(float(exact))
+    around = [guess, np.nextafter(guess, dtype(np.inf)), np.nextafter(guess, dtype(-np.inf))]
+    finite = [each for each in around if np.isfinite(each)]
+    bits = f"u{np.dtype(dtype).itemsize}"
+    return min(
+        finite, key=lambda x: (abs(Fraction(float(x)) - exact), int(np.array(x).view(bits)) & 1)
+    )
+
+
+def numbers(count=32):
+    return np.arange(count, dtype=np.uint32)
+
+
+def finding(report):
+    (text,) = report.findings
+    return text

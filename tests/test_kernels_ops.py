@@ -106,6 +106,30 @@ WRONG = [
     (lambda r, v: ops.lanczos_step_(r, v, torch.ones(2)), ValueError, "previous_beta is one"),
     (lambda r, _: ops.mix_(r, torch.tensor(1.0).double(), r[:2]), ValueError, "mixing must be"),
     (lambda r, _: ops.dequantise(r, None, 65), ValueError, "length 64; got 65"),
+    (lambda r, _: ops.dequantise(r, None, True), ValueError, "length 64; got True"),
+    (lambda r, _: ops.project_(r, None), TypeError, "vectors must be a tensor; got NoneType"),
+    (lambda _, v: ops.norm(v.to_sparse()), ValueError, "dense .* layout is sparse_coo"),
+    (lambda _, v: ops.norm(torch.nested.nested_tensor([v, v])), ValueError, "layout is nested"),
+    (
+        lambda r, v: ops.project_list_(r, [v.to_sparse()]),
+        ValueError,
+        r"tensors\[0\] must be a dense",
+    ),
+    (lambda r, v: ops.project_list_(r, [v[:9], *[v[9:20]] * 2]), ValueError, "one tensor twice"),
+    (lambda r, v: ops.sgd_step_(r, [v], [v], [v], 0.1), ValueError, "momenta hold one tensor"),
+    (lambda r, v: ops.sgd_step_(r, [v], [v], v, 0.1), TypeError, "momenta must be a list"),
+    (lambda r, v: ops.sgd_step_(r, [v], [v], [], "x"), TypeError, "lr must be one real number"),
+    (
+        lambda r, v: ops.sgd_step_(r, [v], [v], [], 0.1, v),
+        TypeError,
+        "weight_decay .* got a tensor",
+    ),
+    (lambda r, v: ops.lanczos_step_(r, v, "x"), TypeError, "previous_beta must be one real"),
+    (
+        lambda r, _: ops.mix_(r, torch.zeros(2, 4).double(), r[:1].expand(2, -1)),
+        ValueError,
+        "into must",
+    ),
 ]
 
 

@@ -92,6 +92,11 @@ def test_programs_of_a_long_vector_pay_for_their_start_and_end():
         assert tiles / first.programs > 3.9
 
 
+def test_every_tile_of_the_table_loads_16_bytes_at_once():
+    for use, tile in Shapes().tiles.items():
+        assert tile.rows * tile.columns * use.stored >= 16 * 32 * tile.warps, use
+
+
 def test_candidates_load_16_bytes_at_once_and_fit_into_registers():
     for use in Shapes().tiles:
         for tile in tune.candidates(use):

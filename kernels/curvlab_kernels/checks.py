@@ -1,6 +1,7 @@
 """What the kernels need of their arguments, said once and in words."""
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -11,11 +12,9 @@ STORAGE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, *LEVELS)
 WORKING = (torch.float32, torch.float64)
 
 
-def check_tensors(**given: Tensor | None) -> None:
-    """Tensors, where they are not ``None``, that autograd does not watch; by their names."""
+def check_tensors(**given: Tensor) -> None:
+    """Tensors in plain memory that autograd does not watch; by their names."""
     for name, tensor in given.items():
-        if tensor is None:
-            continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -23,18 +22,44 @@ def check_tensors(**given: Tensor | None) -> None:
                 "the kernels have no derivative: call them within torch.no_grad(), or pass "
                 f"{name}.detach()"
             )
-        _check_plain(tensor, name)
+        if not _plain(tensor):
+            raise _not_plain(tensor, name)
 
 
-def _check_plain(tensor: Tensor, name: str) -> None:
-    """Memory that holds the tensor's own numbers, not their negatives."""
-    if tensor.is_neg():
-        raise ValueError(f"{name} is a view whose signs are turned: pass {name}.resolve_neg()")
+def _plain(tensor: Tensor) -> bool:
+    """Whether memory holds the tensor's own numbers, each of them, and not their negatives."""
+    return tensor.layout is torch.strided and not tensor.is_neg() and not tensor.is_nested
+
+
+def _not_plain(tensor: Tensor, name: str) -> ValueError:
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return ValueError(f"{name} is a view whose signs are turned: pass {name}.resolve_neg()")
+    what = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").strip("_")
+    return ValueError(f"{name} must be a dense tensor; got one whose layout is {what}")
+
+
+def number(value: float | Tensor, name: str) -> float:
+    """``value`` as a float: a real number, or a tensor of one."""
+    if (
+        isinstance(value, Tensor)
+        and _plain(value)
+        and value.numel() == 1
+        and value.is_floating_point()
+    ):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        what = "a tensor" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"{name} must be one real number; got {what}")
+    return float(value)
 
 
 def check_basis(rows: Tensor, factor: Tensor | None, scales: Tensor | None) -> None:
     """``rows`` ``(m, ld)``, with the scales their dtype needs and a Gram factor that fits."""
-    check_tensors(rows=rows, factor=factor, scales=scales)
+    check_tensors(rows=rows)
+    if factor is not None:
+        check_tensors(factor=factor)
+    if scales is not None:
+        check_tensors(scales=scales)
     if rows.dim() != 2 or rows.shape[1] % PADDING or not rows.is_contiguous():
         raise ValueError(
             f"rows must be contiguous, of shape (m, ld) with ld a multiple of {PADDING} (pad with "
@@ -116,12 +141,19 @@ def check_list(rows: Tensor, tensors: Sequence[Tensor], name: str) -> None:
             raise ValueError(f"{name}[{index}] is on {tensor.device}, rows on {device}: move one")
         if watched and tensor.requires_grad:
             raise ValueError(f"{name}[{index}] requires a gradient: call within torch.no_grad()")
-        _check_plain(tensor, f"{name}[{index}]")
+        if not _plain(tensor):
+            raise _not_plain(tensor, f"{name}[{index}]")
         total += tensor.numel()
     if total > rows.shape[1]:
         raise ValueError(
             f"{name} have {total} elements together, more than the rows' length {rows.shape[1]}"
         )
+
+
+def check_once(tensors: Sequence[Tensor], name: str) -> None:
+    """That no tensor stands twice in what changes in place: one of two results would be lost."""
+    if len(set(map(id, tensors))) < len(tensors):
+        raise ValueError(f"{name} hold one tensor twice, and each changes in place: pass it once")
 
 
 def check_alike(first: Sequence[Tensor], second: Sequence[Tensor], names: str) -> None:
@@ -165,7 +197,9 @@ def check_mixing(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
             f"mixing must be float64 of shape (k, {rows.shape[0]}); got {mixing.dtype}, "
             f"{tuple(mixing.shape)}"
         )
-    if into.dim() != 2 or len(into) != k or into.shape[1] > rows.shape[1] or into.stride(1) != 1:
+    fits = into.dim() == 2 and len(into) == k and into.shape[1] <= rows.shape[1]
+    apart = fits and into.stride(1) == 1 and (k < 2 or into.stride(0) >= into.shape[1])
+    if not apart:
         raise ValueError(
             f"into must be ({k}, n) with contiguous rows and n at most {rows.shape[1]}; got "
             f"{tuple(into.shape)}, strides {into.stride()}"

@@ -90,6 +90,7 @@ def project_list_(
     """:func:`project_` on tensors of any shapes, seen as one vector in their order, in place."""
     checks.check_basis(rows, factor, scales)
     checks.check_list(rows, tensors, "tensors")
+    checks.check_once(tensors, "tensors")
     removed: Tensor = _kernels(rows).project_list_(rows, tensors, factor, scales)
     return removed
 
@@ -110,12 +111,14 @@ def sgd_step_(
     checks.check_list(rows, parameters, "parameters")
     checks.check_list(rows, gradients, "gradients")
     checks.check_alike(parameters, gradients, "parameters and gradients")
+    checks.check_list(rows, momenta, "momenta")
+    numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+    hyper = [checks.number(value, name) for name, value in numbers.items()]
     if momenta:
-        checks.check_list(rows, momenta, "momenta")
         checks.check_alike(parameters, momenta, "parameters and momenta")
-    elif momentum != 0.0:
+    elif hyper[2] != 0.0:
         raise ValueError(f"momentum={momentum} needs momenta: one tensor of zeros per parameter")
-    hyper = float(lr), float(weight_decay), float(momentum)
+    checks.check_once([*parameters, *momenta], "parameters and momenta")
     removed: Tensor = _kernels(rows).sgd_step_(
         rows, parameters, gradients, momenta, *hyper, factor, scales
     )
@@ -141,8 +144,12 @@ def lanczos_step_(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The next Lanczos vector from ``w = A rows[-1]``; alpha, beta, coefficients removed."""
     checks.check_orthonormal(rows, vector, 1)
-    if isinstance(previous_beta, Tensor) and previous_beta.numel() != 1:
-        raise ValueError(f"previous_beta is one number; got {tuple(previous_beta.shape)}")
+    if isinstance(previous_beta, Tensor):  # it stays on its device: to read it, the host would wait
+        checks.check_tensors(previous_beta=previous_beta)
+        if previous_beta.numel() != 1:
+            raise ValueError(f"previous_beta is one number; got {tuple(previous_beta.shape)}")
+    elif previous_beta is not None:
+        previous_beta = checks.number(previous_beta, "previous_beta")
     needed = 1 if previous_beta is None else 2
     if rows.shape[0] < needed:
         raise ValueError(
@@ -189,7 +196,7 @@ def quantise(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
 def dequantise(rows: Tensor, scales: Tensor | None, n: int) -> Tensor:
     """The values of stored rows: ``(m, n)``, float32 (float64 for float64 rows)."""
     checks.check_basis(rows, None, scales)
-    if not isinstance(n, int) or not 0 <= n <= rows.shape[1]:
+    if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= rows.shape[1]:
         raise ValueError(
             f"n must be a whole number up to the rows' length {rows.shape[1]}; got {n}"
         )

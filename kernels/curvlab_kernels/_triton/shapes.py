@@ -73,6 +73,7 @@ def _common() -> dict[Use, Tile]:
             tiles[Use("sum short", stored, work)] = Tile(wide, 128, 4)
     tiles[Use("list", 2, 4)], tiles[Use("list", 4, 4)] = Tile(32, 128, 4), Tile(8, 512, 4)
     tiles[Use("dot", 1, 4)] = tiles[Use("dot short", 1, 4)] = Tile(8, 512, 1)
+    tiles[Use("dots", 1, 8)] = Tile(8, 256, 4)
     tiles[Use("dots", 1, 4)], tiles[Use("dots", 2, 4)] = Tile(8, 512, 4), Tile(16, 128, 4, 168)
     tiles[Use("sums", 1, 4)], tiles[Use("sums", 4, 4)] = Tile(1, 2048, 4, 168), Tile(4, 512, 4, 96)
     tiles[Use("list", 1, 4)] = Tile(8, 512, 1)

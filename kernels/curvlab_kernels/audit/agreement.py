@@ -62,8 +62,12 @@ def checks() -> Iterator[Check]:
     yield Check("project-several-tiles-per-chunk", partial(project, 9, 9001, torch.float32))
     for dtype in (torch.float32, torch.int8, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        run = partial(project, 5, 1023, dtype, vectors=torch.float64)
-        yield Check(f"project-float64-vector-{name}", run)
+        double = {"vectors": torch.float64}
+        yield Check(f"project-float64-vector-{name}", partial(project, 5, 1023, dtype, **double))
+        run = partial(project, 5, 1023, dtype, count=5, **double)
+        yield Check(f"project-block-float64-vector-{name}", run)
+        run = partial(project_list, 5, 1023, dtype, **double)
+        yield Check(f"project-list-float64-vector-{name}", run)
     yield Check("project-block-of-none", partial(project, 5, 300, torch.float32, count=0))
     yield Check("project-block-of-one", partial(project, 5, 300, torch.float32, count=1))
     yield Check("project-misaligned-vector", misaligned)
@@ -259,9 +263,16 @@ def pieces(n: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
     return [piece.clone() for piece in torch.split(flat, sizes)]
 
 
-def project_list(m: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
+def project_list(
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    vectors: torch.dtype | None = None,
+) -> None:
     rows, scales = basis(m, n, dtype)
-    kind = default_vectors(dtype)
+    kind = vectors or default_vectors(dtype)
     expected = pieces(n, 2, kind)
     actual = [tensor.to(device, copy=True) for tensor in expected]
     length = float(reference.norm(torch.cat(expected)))

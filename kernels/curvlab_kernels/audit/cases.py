@@ -104,9 +104,14 @@ def _projection(n: int, m: int, dtype: torch.dtype) -> list[Case]:
     few_long = Problem(2**29 + 3, 5, dtype, vectors)  # 2.7e9 elements
     double, far_double = (Problem(p.n, p.m, dtype, torch.float64) for p in (long, far))
     small, tall_double = (Problem(p.n, p.m, dtype, torch.float64) for p in (short, tall))
+    wide_double = Problem(LONG, 400, dtype, torch.float64)
     return [
         Case("project, float64 vectors", double, far_double, lambda p: _project(p), 2, 3),
         Case("project, float64 short", small, tall_double, lambda p: _project(p), 2, 3),
+        Case("project, 16 float64 vectors", double, far_double, lambda p: _project(p, 16), 2, 48),
+        Case("project list, float64", double, wide_double, _project_list, 2, 3),
+        Case("project list, float64 short", small, tall_double, _project_list, 2, 3),
+        Case("SGD step, float64", double, wide_double, lambda p: _sgd(p, 0.1, 0.9), 2, 7),
         Case("project", long, far, lambda p: _project(p), 2, 3),
         Case("project, short", short, tall, lambda p: _project(p), 2, 3),
         Case("project, 16 vectors", long, far, lambda p: _project(p, 16), 2, 48),

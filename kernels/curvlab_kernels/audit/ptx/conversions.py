@@ -15,7 +15,9 @@ from curvlab_kernels.audit.ptx.numbers import (
     to_bfloat16,
     to_float8,
     to_integer,
+    to_odd,
     toward_zero,
+    whole_to_odd,
 )
 from curvlab_kernels.audit.ptx.program import Instruction, Program
 
@@ -33,17 +35,18 @@ def convert(program: Program, instruction: Instruction) -> Step:
         raise instruction.unknown()
     if to in floating and source in floating:
         return _between_floats(program, instruction, modifiers, to, source)
-    if "bf16" in (to, source):
-        raise instruction.unknown()
-    if to in FLOATS:
+    if to in floating:
         if modifiers != ["rn"]:
             raise instruction.unknown()
+        if to == "bf16":
+            rounded = lambda x: to_bfloat16(to_odd(whole_to_odd(x)))  # noqa: E731
+            return elementwise(program, instruction, rounded, [source])
         return elementwise(program, instruction, lambda x: x.astype(TYPES[to]), [source])
-    if source in FLOATS:
+    if source in floating:
         mode, *flush = modifiers or [""]
         if mode not in ROUNDING or flush not in ([], ["ftz"]):
             raise instruction.unknown()
-        before = flushed if flush else np.asarray
+        before = from_bfloat16 if source == "bf16" else flushed if flush else np.asarray
         return elementwise(
             program, instruction, lambda x: to_integer(before(x), to, mode), [source]
         )
@@ -85,9 +88,10 @@ def _between_floats(
             program, instruction, lambda x: from_bfloat16(x).astype(TYPES[to]), [source]
         )
     if to == "bf16":
-        if source != "f32" or zero:
+        if zero:
             raise instruction.unknown()
-        return elementwise(program, instruction, to_bfloat16, [source])
+        narrow = lambda x: to_bfloat16(to_odd(x) if source == "f64" else x)  # noqa: E731
+        return elementwise(program, instruction, narrow, [source])
 
     def converted(values: Array) -> Array:
         rounded = values.astype(TYPES[to])

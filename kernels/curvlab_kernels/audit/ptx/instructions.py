@@ -1,6 +1,6 @@
 """The table of instructions. What is not in it is an error, never skipped."""
 
-from curvlab_kernels.audit.ptx import arithmetic, bits, matrices, movement, warps
+from curvlab_kernels.audit.ptx import arithmetic, bits, comparisons, matrices, movement, warps
 from curvlab_kernels.audit.ptx.arithmetic import Build
 from curvlab_kernels.audit.ptx.conversions import convert
 from curvlab_kernels.audit.ptx.machine import Step
@@ -9,6 +9,7 @@ from curvlab_kernels.audit.ptx.program import Instruction, Program
 TABLE: dict[str, Build] = (
     arithmetic.TABLE
     | bits.TABLE
+    | comparisons.TABLE
     | {
         "cvt": convert,
         "mov": movement.move,

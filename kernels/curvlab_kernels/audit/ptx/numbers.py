@@ -52,7 +52,11 @@ def fused_toward_zero(a: Array, b: Array, c: Array) -> Array:
 
 def fused_to_odd(a: Array, b: Array, c: Array) -> Array:
     """The same for float32, rounded to odd: for who rounds once more, to fewer bits."""
-    wide = _wide(a, b, c)
+    return to_odd(_wide(a, b, c))
+
+
+def to_odd(wide: Array) -> Array:
+    """float32 of float64 values, rounded to odd."""
     near = toward_zero(wide, wide.astype(np.float32))
     odd = bits_of(near) | (near != wide).astype(np.uint32)
     return np.where(np.isfinite(near), odd, bits_of(near)).view(np.float32)
@@ -132,6 +136,16 @@ def to_bfloat16(values: Array) -> Array:
     last = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = ((bits + np.uint32(0x7FFF) + last) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)
+
+
+def whole_to_odd(values: Array) -> Array:
+    """float64 of whole numbers, rounded to odd where they have more than 53 bits."""
+    if values.dtype.itemsize < 8:
+        return values.astype(np.float64)
+    one, rest = (np.array(each, values.dtype) for each in (1 << 11, (1 << 11) - 1))
+    long = np.abs(values.astype(np.float64)) >= 2.0**53
+    odd = (values & ~rest) | np.where(values & rest, one, 0 * one)
+    return np.where(long, odd, values).astype(np.float64)
 
 
 def from_float8(codes: Array, kind: str) -> Array:
