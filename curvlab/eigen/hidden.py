@@ -66,6 +66,7 @@ class Chain:
         Args:
             n: Dimension of the space in which ``z`` was drawn.
         """
+        # The worst edge decides: an eigenvalue may hide beyond any of them.
         weight = max(1.0 / _square_sum(self.alphas, self.betas, edge.point) for edge in self.edges)
         return math.erf(math.sqrt(weight * n / 2.0))  # P(g^2 < weight n)
 
@@ -89,6 +90,7 @@ def emerging(
     """
     for edge in ends:
         distance = edge.side * (edge.point - values)
+        # The floor keeps one Ritz value on the edge from making the sum infinite.
         push = remainder.square().sum(0) / distance.clamp_min(1e-3 * abs(edge.point))
         reaching = remainder.square().sum(0) >= distance.clamp_min(0.0).square()
         if bool(reaching.any()):
@@ -100,14 +102,15 @@ def emerging(
 
 def _square_sum(alphas: Sequence[float], betas: Sequence[float], point: float) -> float:
     """``sum p_i(point)^2`` over the orthonormal polynomials of the recurrence."""
+    # Forward recurrence is stable here: outside the zeros the polynomials only grow.
     total, before, here = 1.0, 0.0, 1.0
     last = 0.0
     for alpha, beta in zip(alphas, betas, strict=True):
-        if beta == 0.0:
+        if beta == 0.0:  # an invariant subspace, wholly known: nothing that meets z hides from it
             return math.inf
         before, here = here, ((point - alpha) * here - last * before) / beta
         last = beta
         total += here * here
-        if not total < 1e200:
+        if not total < 1e200:  # no doubt is left, and further terms would overflow
             return math.inf
     return total
