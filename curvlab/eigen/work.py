@@ -126,7 +126,7 @@ class Work:
         """Replace the file; ``None`` leaves it as it was saved last."""
         if self.path is not None and state is not None:
             self.saved_at = self.products.spent
-            # A product that came back just before an interrupt is not in the state. It is made again,
+            # One that came back just before an interrupt is not in the state. It is made again,
             # and must not count twice where a number of products decides.
             spent = self.products.spent if state.spent is None else state.spent
             facts = {
