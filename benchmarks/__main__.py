@@ -91,8 +91,10 @@ def _run(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help="by default all of `list`")
-    parser.add_argument("--size", choices=SIZES, default="standard")
-    parser.add_argument("--out", type=Path, default=Path("results") / "benchmarks")
+    parser.add_argument("--size", choices=SIZES, default="standard", help="(standard)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results") / "benchmarks", help="folder for the rows"
+    )
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="leave out what would not end in time"
     )

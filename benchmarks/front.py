@@ -1,12 +1,13 @@
 """The comparison on the README's first screens, made from the committed rows.
 
 ``python -m benchmarks page`` writes it between two comments of the README; a test compares them.
+Its rows are of one machine, on which the products were measured: rows of another are left out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.measure import Row
+from benchmarks.measure import Row, machine_of, processor_of
 from benchmarks.targets import NETWORKS, TOP
 from benchmarks.verdicts import Key, key, number
 
@@ -34,8 +35,11 @@ Table = Mapping[Key, Row]
 
 def block(rows: Sequence[Row]) -> str:
     """Table and sentences, as they stand in the README."""
-    found = {key(entry): entry for entry in rows}
-    parts = [_table(found), _solves(found), _spectra(rows), _origin(rows)]
+    own = [entry for entry in rows if entry.subject in ("hessian", TOP, "conformance")]
+    here = next((processor_of(entry) for entry in own if entry.subject == "hessian"), None)
+    own = [entry for entry in own if here is None or processor_of(entry) == here]
+    found = {key(entry): entry for entry in own}
+    parts = [_origin(own), _table(found), _solves(found), _spectra(own)]
     return "\n\n".join([BEGIN, *(part for part in parts if part), END])
 
 
@@ -103,19 +107,18 @@ def _spectra(rows: Sequence[Row]) -> str:
     return f"On {count} prescribed spectra a wanted eigenvalue was missing without a word: {told}."
 
 
-def _origin(rows: Sequence[Row]) -> str:
-    own = [e for e in rows if e.subject in ("hessian", TOP, "conformance")]
+def _origin(own: Sequence[Row]) -> str:
+    """Machine and revisions, and with how many threads everybody ran."""
 
-    def revisions(some: Sequence[Row]) -> str:
-        return ", ".join(dict.fromkeys(e.commit or "unknown" for e in some))
+    def each(words: Iterable[str]) -> str:
+        return ", ".join(dict.fromkeys(words))
 
-    old = [e for e in own if not e.samples]  # their rows do not tell how they were measured
-    new = [e for e in own if e.samples]
-    words = f"Measured at revision {revisions(new)}, everybody with its best number of threads."
-    if not old:
-        return words
-    earlier = f"from {revisions(old)}, with two threads for everybody."
-    return f"{words} Other figures are {earlier}" if new else f"Figures are {earlier}"
+    # rows of before samples were counted are of contenders that all had two threads
+    old = each(entry.commit for entry in own if not entry.samples)
+    text = f"Measured on {each(map(machine_of, own))}. Revision "
+    text += each(entry.commit or "unknown" for entry in own)
+    best = "every contender with its best number of threads"
+    return f"{text}; two threads for everybody in {old}." if old else f"{text}, {best}."
 
 
 def write(readme: Path, rows: Sequence[Row]) -> bool:

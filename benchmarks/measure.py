@@ -236,6 +236,16 @@ def threads_of(entry: Row) -> str:
     return next((p.split()[0] for p in entry.environment.split("; ") if " thread" in p), "?")
 
 
+def machine_of(entry: Row) -> str:
+    """The machine and libraries of a row, without the threads, which are each contender's own."""
+    return "; ".join(p for p in entry.environment.split("; ") if not p.endswith(" threads"))
+
+
+def processor_of(entry: Row) -> str:
+    """The processor of a row, with its cores: times of two of them are not comparable."""
+    return entry.environment.partition(";")[0]
+
+
 def as_small(rows: Iterable[Row]) -> list[Row]:
     """The rows of a smaller problem than that of the targets: ``x`` says so."""
     return [replace(entry, x=f"{SMALL}{entry.x}") for entry in rows]

@@ -3,9 +3,10 @@
     python -m benchmarks page [--rows FILE ...] [--folder benchmarks]
 
 ``--rows`` first folds measured rows into ``rows/``, one file per section: what was measured again
-(the same subject at the same ``x``) replaces what was there, the rest stays. The page holds nothing
-that is not in the rows; every table names the machine and the revision its rows come from. The
-README's comparison is written from the same rows.
+(the same subject at the same ``x``) replaces what was there. The rest stays if it is of the same
+processor and is withdrawn if it is not: a section compares within one machine. The page holds
+nothing that is not in the rows; every section and every target names the machine and the revision.
+The README's comparison is written from the same rows.
 """
 
 import argparse
@@ -16,7 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import front, pictures, verdicts
-from benchmarks.measure import SMALL, Row, read_rows, threads_of, write_rows
+from benchmarks.measure import (
+    SMALL,
+    Row,
+    machine_of,
+    processor_of,
+    read_rows,
+    threads_of,
+    write_rows,
+)
 from benchmarks.sections import SECTIONS, Section, View, section_of
 from benchmarks.verdicts import MET, MISSED, number
 
@@ -25,7 +34,10 @@ ERRORS = ("error in float64", "residual", "orthogonality", "error")
 
 
 def fold(folder: Path, new: Iterable[Row]) -> list[Path]:
-    """Put ``new`` rows in place of those of the same subject and ``x``; returns changed files."""
+    """Put ``new`` rows in place of those of the same subject and ``x``; returns changed files.
+
+    Of a section that is measured on another processor nothing older stays.
+    """
     by_section: dict[str, list[Row]] = {}
     for entry in new:
         if not f"{entry.x}".startswith(SMALL) and not entry.subject.startswith(SMALL):
@@ -33,8 +45,11 @@ def fold(folder: Path, new: Iterable[Row]) -> list[Path]:
     written = []
     for name, rows in by_section.items():
         path = folder / f"{name}.csv"
-        replaced = {_group(entry) for entry in rows}
-        kept = [e for e in (read_rows(path) if path.is_file() else []) if _group(e) not in replaced]
+        replaced, here = {_group(entry) for entry in rows}, {processor_of(entry) for entry in rows}
+        if len(here) > 1:
+            raise ValueError(f"rows of {name} are of {len(here)} processors; fold one in at a time")
+        old = read_rows(path) if path.is_file() else []
+        kept = [e for e in old if _group(e) not in replaced and processor_of(e) in here]
         written.append(write_rows(path, [*kept, *rows]))
     return written
 
@@ -120,30 +135,29 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def targets(rows: Sequence[Row]) -> str:
-    """The verdict table, what fell short first."""
+    """The verdict table, what fell short first; its processors have letters, told above it."""
     found = verdicts.judge(rows)
     order = {MISSED: 0, MET: 1}
     found.sort(key=lambda verdict: order.get(verdict.verdict, 2))
+    decided = dict.fromkeys(v.processor for v in found if v.processor)
+    letters = {processor: chr(ord("A") + place) for place, processor in enumerate(decided)}
     lines = []
     for verdict in found:
-        line = [*verdicts.cells(verdict), verdict.commit or "-"]
+        where = f"{letters.get(verdict.processor, '')} {verdict.commit}".strip()
+        line = [*verdicts.cells(verdict), where or "-"]
         if verdict.verdict == MISSED:
             line[3] = f"**{line[3]}**"
         lines.append(line)
-    heading = ["target", "limit", "measured", "verdict", "revision"]
-    return f"{verdicts.summary(found)}.\n\n{markdown(heading, lines)}"
+    heading = ["target", "limit", "measured", "verdict", "machine, revision"]
+    told = "".join(f" {letter}: {processor}." for processor, letter in letters.items())
+    return f"{verdicts.summary(found)}.{told}\n\n{markdown(heading, lines)}"
 
 
 def provenance(rows: Sequence[Row]) -> str:
     """The machines and revisions of these rows in one line."""
-    machines = list(dict.fromkeys(_machine(entry) for entry in rows))
+    machines = list(dict.fromkeys(machine_of(entry) for entry in rows))
     commits = list(dict.fromkeys(entry.commit or "unknown" for entry in rows))
     return f"Measured on {'; also '.join(machines)}. Revision {', '.join(commits)}."
-
-
-def _machine(entry: Row) -> str:
-    """The environment without the threads, which are each contender's own."""
-    return "; ".join(p for p in entry.environment.split("; ") if not p.endswith(" threads"))
 
 
 def build(folder: Path) -> Path:

@@ -35,15 +35,6 @@ FULL = ("--size", "full")
 SMALL = ("--size", "small")
 # Most important first: what does not fit into the time is left out from the end.
 SUBJECTS: dict[str, Subject] = {
-    "products": Subject(
-        "Hessian and Gauss-Newton products: every engine and peer, three networks",
-        {
-            "small": (*SMALL, "--rounds", "3"),
-            "standard": (*FULL, "--rounds", "3", "--only", "auto", "rebuilt", "mlp,"),
-            "full": FULL,
-        },
-        {"small": 15, "standard": 200, "full": 900},
-    ),
     "eigensolvers": Subject(
         "eigensolvers on trained networks to the same residual, peers included",
         {
@@ -68,6 +59,15 @@ SUBJECTS: dict[str, Subject] = {
         {"small": 30, "standard": 300, "full": 3600},
         folder=True,
     ),
+    "products": Subject(
+        "Hessian and Gauss-Newton products: every engine and peer, three networks",
+        {
+            "small": (*SMALL, "--rounds", "3"),
+            "standard": (*FULL, "--rounds", "3", "--only", "auto", "rebuilt", "mlp,"),
+            "full": FULL,
+        },
+        {"small": 15, "standard": 200, "full": 900},
+    ),
     "projection": Subject(
         "gradient projection: dtypes, tiers, layouts, styles of public code",
         {
@@ -77,6 +77,16 @@ SUBJECTS: dict[str, Subject] = {
         },
         {"small": 15, "standard": 150, "full": 1200},
         folder=True,
+    ),
+    "append": Subject(
+        "adding vectors to the memory: orthonormality and cost; norms",
+        {"small": SMALL, "standard": FULL, "full": FULL},
+        {"small": 5, "standard": 40, "full": 40},
+    ),
+    "energy": Subject(
+        "choosing k by spectral energy against the dense matrix",
+        {"small": SMALL, "standard": FULL, "full": (*FULL, "--whole")},
+        {"small": 15, "standard": 75, "full": 900},
     ),
     "learners": Subject(
         "a training step of every learner at 1 and 5 seeds against a naive loop and a stack",
@@ -94,29 +104,10 @@ SUBJECTS: dict[str, Subject] = {
         },
         {"small": 15, "standard": 110, "full": 330},
     ),
-    "append": Subject(
-        "adding vectors to the memory: orthonormality and cost; norms",
-        {"small": SMALL, "standard": FULL, "full": FULL},
-        {"small": 5, "standard": 40, "full": 40},
-    ),
-    "energy": Subject(
-        "choosing k by spectral energy against the dense matrix",
-        {"small": SMALL, "standard": FULL, "full": (*FULL, "--whole")},
-        {"small": 15, "standard": 75, "full": 900},
-    ),
     "conformance": Subject(
         "eigensolvers on prescribed spectra: products, and who is silently wrong",
         {"small": SMALL, "standard": FULL, "full": FULL},
         {"small": 5, "standard": 25, "full": 25},
-    ),
-    "dense_hessian": Subject(
-        "the dense Hessian of an MLP against vmapped jvp(grad)",
-        {
-            "small": (*SMALL, "--rounds", "1"),
-            "standard": (*FULL, "--rounds", "1"),
-            "full": FULL,
-        },
-        {"small": 5, "standard": 30, "full": 60},
     ),
     "orthogonalisation": Subject(
         "what an eigensolver spends outside the operator",
@@ -136,6 +127,15 @@ SUBJECTS: dict[str, Subject] = {
         },
         {"small": 5, "standard": 60, "full": 120},
     ),
+    "dense_hessian": Subject(
+        "the dense Hessian of an MLP against vmapped jvp(grad)",
+        {
+            "small": (*SMALL, "--rounds", "1"),
+            "standard": (*FULL, "--rounds", "1"),
+            "full": FULL,
+        },
+        {"small": 5, "standard": 30, "full": 60},
+    ),
     "kernels": Subject(
         "GPU kernels by their compiled code: is memory the limit? a model",
         {"small": SMALL, "standard": FULL, "full": FULL},
@@ -150,15 +150,6 @@ SUBJECTS: dict[str, Subject] = {
         },
         {"small": 15, "standard": 40, "full": 90},
     ),
-    "growth": Subject(
-        "cost against P, N, m, k and tasks, with fitted exponents",
-        {
-            "small": (*SMALL, "--rounds", "3"),
-            "standard": (*FULL, "--rounds", "3"),
-            "full": FULL,
-        },
-        {"small": 20, "standard": 150, "full": 240},
-    ),
     "learner_networks": Subject(
         "the projection beside a training step of the ResNet and the ViT",
         {
@@ -167,6 +158,15 @@ SUBJECTS: dict[str, Subject] = {
             "full": (*FULL, "--networks", "resnet", "vit"),
         },
         {"small": 5, "standard": 20, "full": 120},
+    ),
+    "growth": Subject(
+        "cost against P, N, m, k and tasks, with fitted exponents",
+        {
+            "small": (*SMALL, "--rounds", "3"),
+            "standard": (*FULL, "--rounds", "3"),
+            "full": FULL,
+        },
+        {"small": 20, "standard": 150, "full": 240},
     ),
     "budget": Subject(
         "whether products keep to their memory budget",

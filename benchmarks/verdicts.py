@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.measure import Row, format_table
+from benchmarks.measure import Row, format_table, processor_of
 from benchmarks.targets import AT_MOST, TARGETS, Figure, Target
 
 MET, PARTLY, MISSED, ABSENT = "met", "met where measured", "missed", "not measured here"
@@ -20,7 +20,7 @@ class Verdict:
         measured: None if no point was.
         at: The ``x`` of the worst point.
         points: How many of the target's points were measured.
-        environment: Of the rows that decided.
+        processor: Of the row that decided.
         note: Why nothing was measured, where the rows tell.
         commit: The revision that was measured.
         single: Whether it is one timed sample, without a spread.
@@ -31,7 +31,7 @@ class Verdict:
     at: str
     points: int
     verdict: str
-    environment: str
+    processor: str
     note: str = ""
     commit: str = ""
     single: bool = False
@@ -74,7 +74,7 @@ def _judge_one(target: Target, table: Mapping[Key, Row]) -> Verdict:
     whole = len(found) == len(target.figure.x)
     verdict = (MET if whole else PARTLY) if good else MISSED
     return Verdict(
-        target, value, str(x), len(found), verdict, decides.environment,
+        target, value, str(x), len(found), verdict, processor_of(decides),
         commit=decides.commit, single=single(decides),
     )  # fmt: skip
 

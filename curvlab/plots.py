@@ -300,15 +300,24 @@ def contest(
 def readable(axis: Any) -> None:
     """Ticks of a logarithmic axis as plain numbers: 1, 2 and 5 of every decade.
 
-    Call it when everything is drawn: an axis shorter than a decade gets ticks at equal distances.
+    Call it when everything is drawn: an axis shorter than a decade gets ticks at equal distances, a
+    longer one fewer of each decade, or their numbers would run into each other on a phone.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     low, high = sorted(axis.get_view_interval())
-    short = low > 0.0 and high < 8.0 * low
-    axis.set_major_locator(MaxNLocator(5) if short else LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    if low > 0.0 and high < 8.0 * low:
+        axis.set_major_locator(MaxNLocator(5))
+    else:
+        decades = math.log10(high / low) if low > 0.0 else math.inf
+        of_each = (1.0, 2.0, 5.0) if decades < 1.3 else (1.0, 3.0) if decades < 2.0 else (1.0,)
+        axis.set_major_locator(LogLocator(base=10, subs=of_each, numticks=5))
+    axis.set_major_formatter(FuncFormatter(_plain))
     axis.set_minor_formatter(NullFormatter())
+
+
+def _plain(value: float, _: int) -> str:
+    return f"{value:,.10g}" if value < 1e4 else f"{value / 1e3:,.10g}k"
 
 
 def write(figure: Any, *paths: str | Path) -> list[Path]:

@@ -20,8 +20,8 @@ class Trap(Enum):
     )
     RANDOM = (
         "random loss",
-        'make the layer respect self.training, or mode="frozen-masks" (--mode frozen-masks), which '
-        "draws the same numbers every time",
+        'make the layer respect self.training, or mode="frozen-masks", which draws the '
+        "same numbers every time",
     )
     NOT_ADDITIVE = (
         "loss that does not add up",

@@ -146,10 +146,12 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="compute what is missing, print tables and claims")
     run.set_defaults(command=_run)
     run.add_argument("labels", nargs="+", metavar="LABEL", help="as in the paper, or `all`")
-    run.add_argument("--size", choices=SIZES, default="demo")
-    run.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    run.add_argument("--jobs", type=_count, default=1, help="processes side by side")
-    run.add_argument("--threads", type=_count, default=1, help="of each process")
+    run.add_argument("--size", choices=SIZES, default="demo", help="see `list` (demo)")
+    run.add_argument(
+        "--seeds", type=int, nargs="+", default=list(SEEDS), help="the paper's five by default"
+    )
+    run.add_argument("--jobs", type=_count, default=1, help="processes side by side (1)")
+    run.add_argument("--threads", type=_count, default=1, help="of each process (1)")
     parts = "part I of N, for N machines; `merge` puts their results together"
     run.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help=parts)
     run.add_argument("--data", type=Path, help="folder of MNIST and CIFAR (or CURVLAB_DATA)")
@@ -157,10 +159,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--quiet", action="store_true", help="no line per task while training")
     report = commands.add_parser("report", help="one page with everything in the results folder")
     report.set_defaults(command=_report)
-    report.add_argument("--out", type=Path, default=RESULTS / "report")
+    report.add_argument("--out", type=Path, default=RESULTS / "report", help="folder for the page")
     merge = commands.add_parser("merge", help="add the results of other folders (shards)")
     merge.set_defaults(command=_merge)
-    merge.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    merge.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="results of other machines"
+    )
     repair = commands.add_parser("repair", help="move damaged lines of the results file aside")
     repair.set_defaults(command=_repair)
     for command in (listing, run, report, merge, repair):

@@ -222,6 +222,22 @@ def test_folding_replaces_what_was_measured_again_and_keeps_the_rest(tmp_path):
         page.fold(tmp_path, [entry(subject="nonsense")])
 
 
+def test_a_section_holds_rows_of_one_processor(tmp_path):
+    def some(value, x, processor="A"):
+        one = entry("curvlab auto", value, x, "hessian", "time per vector", "gradients")
+        return replace(one, environment=f"{processor} (2 cores); no GPU; 2 threads")
+
+    page.fold(tmp_path, [some(1.0, "mlp"), some(2.0, "resnet")])
+    page.fold(tmp_path, [some(3.0, "mlp", "B")])
+    rows = read_rows(tmp_path / "products.csv")
+    assert [(one.x, one.p50) for one in rows] == [("mlp", 3.0)]
+    text = page.targets([*rows, replace(some(1.0, "resnet"), commit="abc")])
+    assert "A: B (2 cores). B: A (2 cores)." in text
+    assert "| met | B abc |" in text
+    with pytest.raises(ValueError, match="rows of products are of 2 processors"):
+        page.fold(tmp_path, [some(1.0, "mlp"), some(2.0, "resnet", "B")])
+
+
 def test_the_page_shows_wrong_contenders_and_is_the_same_twice(tmp_path):
     def product(contender, metric, unit, value):
         return entry(contender, value, "mlp", "hessian", metric, unit)
@@ -290,8 +306,12 @@ def test_the_comparison_of_the_readme_is_made_of_rows(tmp_path):
     assert "| curvlab, certified |  |  |  | 61 | 107 |" in text
     assert "takes 1.25 and 0.8 of its time on the MLP" in text
     assert "not timed: off by 2.5e-04 in float64" in text
+    assert f"Measured on {rows[0].environment.partition(';')[0]}; no GPU; Linux" in text
+    assert f"Revision {rows[0].commit}, every contender with its best number of threads." in text
     old = front_page.block([replace(e, samples=0, commit="abc") for e in rows])
-    assert "Figures are from abc, with two threads for everybody" in old
+    assert "Revision abc; two threads for everybody in abc." in old
+    elsewhere = [replace(e, environment="another; no GPU", commit="xyz") for e in rows[:2]]
+    assert front_page.block([*rows, *elsewhere]) == text  # the products decide which machine
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{front_page.BEGIN}\nold\n{front_page.END}\nafter\n")
     assert front_page.write(readme, rows)

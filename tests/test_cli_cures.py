@@ -3,12 +3,14 @@
 import inspect
 import json
 import re
+from argparse import Namespace
 
 import pytest
 import torch
 
 import curvlab
 from curvlab.cli import main
+from curvlab.cli.output import in_shell
 from curvlab.cli.parser import build
 from curvlab.cli.verbs import VERBS
 from curvlab.storage import read_manifest
@@ -82,15 +84,15 @@ def text():
 
 # what is refused, words of the refusal, and the option that cures it
 CURES = {
-    "weights": (("--data", "user.py:data", "--loss", "user.py:weighted"), "pass count=",
+    "weights": (("--data", "user.py:data", "--loss", "user.py:weighted"), "pass --count",
                 ("--count", "user.py:weights_of")),
-    "coupled": (("--data", "user.py:views", "--loss", "user.py:contrast"), 'chunk="batch"',
+    "coupled": (("--data", "user.py:views", "--loss", "user.py:contrast"), '--chunk batch',
                 ("--chunk", "batch")),
     "random": (("--data", "user.py:inputs", "--loss", "user.py:denoise", "--mode", "eval"),
-               'mode="frozen-masks"', ("--mode", "frozen-masks")),
+               '--mode frozen-masks', ("--mode", "frozen-masks")),
     "bfloat16": (("--model", "user.py:half", "--data", "user.py:data"), "--dtype float32",
                  ("--dtype", "float32")),
-    "estimator": (("--model", "user.py:Quantised", "--data", "user.py:data"), "check=False",
+    "estimator": (("--model", "user.py:Quantised", "--data", "user.py:data"), "--no-check",
                   ("--no-check",)),
     "tokens": (("--model", "user.py:Language", "--data", "user.py:text"), "losses.next_token",
                ("--loss", "next_token")),
@@ -186,3 +188,15 @@ def test_the_losses_of_tokens_bring_their_own_count():
     assert torch.allclose(
         cut.dense(), curvlab.Hessian(model, next_token, (tokens, labels), chunk="batch").dense()
     )
+
+
+def test_advice_is_given_as_the_shell_takes_it():
+    options = Namespace(mode=None, dtype=None, max_products=None, no_check=False, checkpoint=None)
+    for words, typed in {
+        'pass mode="eval" or mode="frozen-masks"': "pass --mode eval or --mode frozen-masks",
+        "dtype=torch.float64, or max_products=": "--dtype float64, or --max-products",
+        "check=False takes it as it is": "--no-check takes it as it is",
+        'room=Room(rows=8), Hessian(mode="eval")': 'room=Room(rows=8), Hessian(mode="eval")',
+        "with checkpoint= the call goes on": "with checkpoint= the call goes on",
+    }.items():
+        assert in_shell(words, options) == typed

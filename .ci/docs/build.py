@@ -85,7 +85,8 @@ def entry(module: ModuleType, name: str) -> str:
     thing, title = getattr(module, name), shown(module, name)
     if isinstance(thing, type):
         kind = "autoexception" if issubclass(thing, BaseException) else "autoclass"
-        return f".. {kind}:: {title}\n   :members:\n   :show-inheritance:\n"
+        bases = "" if thing.__bases__ == (object,) else "   :show-inheritance:\n"
+        return f".. {kind}:: {title}\n   :members:\n{bases}"
     if callable(thing):
         return f".. {'autofunction' if hasattr(thing, '__code__') else 'autodata'}:: {title}\n"
     inside = f"Of {', '.join(map(str, thing))}." if isinstance(thing, dict) else f"``{thing!r}``"
@@ -151,8 +152,8 @@ def front() -> str:
 
 def changes() -> str:
     text = (ROOT / "CHANGELOG").read_text()
-    lines = [f"## {line}" if re.match(r"[0-9S]", line) else line for line in text.splitlines()]
-    return "\n".join(["# Changes", *lines[1:]])
+    text = re.sub(r"^(?=[0-9])", "## ", text, flags=re.MULTILINE)  # versions, then their parts
+    return "# " + re.sub(r"^(?=[A-Z])(?!Changes)", "### ", text, flags=re.MULTILINE)
 
 
 def assemble(folder: Path) -> None:

@@ -9,8 +9,10 @@ Nothing heavy is imported before it is known which verb runs.
 import logging
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Sequence
 
+from curvlab.cli.output import in_shell
 from curvlab.cli.parser import UsageError, parse
 from curvlab.cli.verbs import VERBS
 
@@ -40,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _explain(options, first[0], PROBLEM)
 
 
-def _explain(options: object, message: str, code: int) -> int:
-    if getattr(options, "verbose", 0):
+def _explain(options: Namespace, message: str, code: int) -> int:
+    if options.verbose:
         traceback.print_exc()
-    _say(getattr(options, "verb", ""), message)
+    _say(options.verb, in_shell(message, options))
     return code
 
 

@@ -8,7 +8,7 @@ import torch
 
 from curvlab.batches import freeze
 from curvlab.cli.load import CURVATURES, case
-from curvlab.cli.output import emit
+from curvlab.cli.output import emit, in_shell
 from curvlab.cli.parser import UsageError
 from curvlab.doctor import doctor as visit
 from curvlab.plan import MACHINES, plan as plan_measured, plan_counted
@@ -19,7 +19,7 @@ def doctor(options: Namespace) -> int:
     """Findings; exit code 1 if something must be cured first."""
     given = case(options)
     report = visit(given.model, given.loss, given.data, **given.options)
-    emit(options, report.to_json(), str(report))
+    emit(options, report.to_json(), in_shell(str(report), options))
     return 0 if report.healthy else 1
 
 

@@ -91,7 +91,9 @@ def plan(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="with --counted: a100, h100, cpu, ...; --device h100 means both",
     )
-    parser.add_argument("--ranks", type=whole(1), default=1, help="processes that share the work")
+    parser.add_argument(
+        "--ranks", type=whole(1), default=1, help="processes that share the work (1)"
+    )
     parser.add_argument(
         "--bandwidth", type=size, help="bytes per second between ranks, such as 50G (the machine's)"
     )
@@ -105,7 +107,9 @@ def profile(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--energy", type=between(0.0, 1.0), default=0.99, help="share that layer bases hold (0.99)"
     )
-    parser.add_argument("--rounds", type=whole(1), default=5, help="samples of each time (5)")
+    parser.add_argument(
+        "--rounds", type=whole(1), default=5, help="how often each time is taken (5)"
+    )
 
 
 def bench_eig(parser: ArgumentParser) -> None:
@@ -124,9 +128,12 @@ def bench_eig(parser: ArgumentParser) -> None:
         " may be given again",
     )
     parser.add_argument(
-        "--rounds", type=whole(1), default=3, help="samples of each; from 2 on at least (3)"
+        "--rounds",
+        type=whole(1),
+        default=3,
+        help="timed solves of each (3); from 2 on, short solves get more",
     )
-    parser.add_argument("--only", nargs="+", default=[], help="beginnings of solvers' names")
+    parser.add_argument("--only", nargs="+", default=[], help="only solvers whose names begin so")
     parser.add_argument(
         "--all", action="store_true", help="also solvers that take hundreds of products"
     )
@@ -138,9 +145,9 @@ def bench_eig(parser: ArgumentParser) -> None:
         metavar="TORCH/BLAS",
         help="what every solver is tried with; its fastest counts (all/1, all/all, 1/1)",
     )
-    parser.add_argument("--name", help="of the problem, for the table (what --model says)")
+    parser.add_argument("--name", help="the problem's name in the table (what --model says)")
     parser.add_argument(
-        "--out", default="leaderboard.jsonl", help="lines are added to it (leaderboard.jsonl)"
+        "--out", default="leaderboard.jsonl", help="file that gets new lines (leaderboard.jsonl)"
     )
     _pictures(parser)
 
@@ -187,10 +194,10 @@ def _model(parser: ArgumentParser) -> None:
         "--count",
         type=factory,
         metavar="SPEC",
-        help="file.py:function of a batch: what its mean divides by (its samples)",
+        help="file.py:function of a batch, returns what its mean divides by (its samples)",
     )
     group.add_argument(
-        "--reduction", choices=("mean", "sum"), help="of the loss, if it does not say (found out)"
+        "--reduction", choices=("mean", "sum"), help="how the loss adds up samples (found out)"
     )
     group.add_argument(
         "--chunk",
@@ -201,7 +208,12 @@ def _model(parser: ArgumentParser) -> None:
     group.add_argument(
         "--curvature", choices=CURVATURES, default="hessian", help="which matrix (hessian)"
     )
-    group.add_argument("--select", action="append", metavar="PATTERN", help="parameters by name")
+    group.add_argument(
+        "--select",
+        action="append",
+        metavar="PATTERN",
+        help="only parameters with such names (all); may be given twice",
+    )
     group.add_argument("--samples", type=whole(1), metavar="N", help="only the first N samples")
     group.add_argument(
         "--mode",
@@ -210,18 +222,22 @@ def _model(parser: ArgumentParser) -> None:
         help="what to do with dropout and BatchNorm in train mode, and with a loss that draws "
         "numbers (frozen-masks); may be given twice",
     )
-    group.add_argument("--dtype", choices=DTYPES, help="to compute in (that of the parameters)")
+    group.add_argument("--dtype", choices=DTYPES, help="what to compute in (the parameters' own)")
     group.add_argument(
         "--precision", choices=("exact", "tf32", "bfloat16"), default="exact",
         help="of matrix products; all but exact are faster and coarser (exact)",
     )  # fmt: skip
     group.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (cpu)")
-    group.add_argument("--budget", type=size, help="bytes the operator may take, such as 4G")
-    group.add_argument("--engine", choices=ENGINES, default="auto", help="of products (auto)")
+    group.add_argument(
+        "--budget", type=size, help="bytes the operator may take, such as 4G (half of what is free)"
+    )
+    group.add_argument(
+        "--engine", choices=ENGINES, default="auto", help="how products are computed (auto)"
+    )
     group.add_argument(
         "--no-check",
         action="store_true",
-        help="take products unchecked, as a straight-through estimator needs",
+        help="do not check the products; a straight-through estimator needs that",
     )
 
 
@@ -232,7 +248,7 @@ def _tolerance(parser: ArgumentParser) -> None:
 
 
 def _seed(parser: ArgumentParser) -> None:
-    parser.add_argument("--seed", type=whole(0), default=0, help="of random vectors (0)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="seed of the random vectors (0)")
 
 
 def _search(parser: ArgumentParser) -> None:

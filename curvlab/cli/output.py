@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from argparse import Namespace
 from typing import Any
@@ -20,6 +21,25 @@ def say(options: Namespace, message: str, important: bool = False) -> None:
     """A line about the work; ``-q`` leaves out what is not important."""
     if important or not options.quiet:
         sys.stderr.write(f"curvlab {options.verb}: {message}\n")
+
+
+# An argument as Python has it: mode="eval", count=, dtype=torch.float64. What follows a bracket is
+# left alone: it belongs to a call that is quoted whole.
+ARGUMENT = re.compile(r"""(?<![\w(])(\w+)=("[^"]*"|'[^']*'|[\w.]*\w|)""")
+
+
+def in_shell(text: str, options: Namespace) -> str:
+    """Advice as it can be typed: ``mode="eval"`` becomes ``--mode eval`` if there is ``--mode``."""
+
+    def typed(found: re.Match[str]) -> str:
+        name, value = found[1], found[2].strip("\"'").removeprefix("torch.")
+        if found[0] == "check=False" and hasattr(options, "no_check"):
+            return "--no-check"
+        if name == "checkpoint" or not hasattr(options, name):  # --checkpoint is a model's weights
+            return found[0]
+        return f"--{name.replace('_', '-')} {value}".strip()
+
+    return ARGUMENT.sub(typed, text)
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:

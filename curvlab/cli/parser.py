@@ -44,7 +44,11 @@ def build() -> argparse.ArgumentParser:
         verb.arguments(own)
         own.add_argument("--json", action="store_true", help="one JSON object on stdout")
         own.add_argument(
-            "-v", "--verbose", action="count", default=0, help="decisions taken; tracebacks"
+            "-v",
+            "--verbose",
+            action="count",
+            default=0,
+            help="show decisions, and tracebacks of errors",
         )
         own.add_argument("-q", "--quiet", action="store_true", help="no progress")
     return parser

@@ -56,7 +56,7 @@ def trace(
     products = Products(as_operator(operator), None, near_one=True)
     whole(probes=probes)
     products.probe(seed)
-    third = max(1, probes // 3)
+    third = max(1, probes // 3)  # sketch, exact shares, rest: the split of Hutch++
     if third >= products.n and not products.space.sharded:
         rows = torch.eye(products.n, dtype=products.dtype, device=products.device)
         images = finite_images(products, rows)
@@ -87,6 +87,7 @@ class _Found:
         count = len(self.samples)
         rest = math.fsum(value for value, _ in self.samples) / count
         square = math.fsum(square for _, square in self.samples) / count
+        # Exact shares have no variance, but they cancel: their rounding is that of their sizes.
         rounding = max(products.eps, products.error) * math.fsum(map(abs, self.shares))
         error = math.hypot(math.sqrt(2.0 * square / count), rounding)
         value = math.fsum(self.shares) + rest
@@ -113,6 +114,7 @@ def _hutch(work: Work, first: int, last: int, seed: int) -> Estimate:
     with work.interruptible(lambda: found.state(), partial):
         done = 0
         for size in blocks(products, first):
+            # Signs are drawn for finished blocks too: a resumed run must meet the same ones.
             vectors, done = random_signs(products, generator, size), done + size
             if done > len(found.sketch):
                 images = finite_images(products, vectors)
@@ -135,7 +137,7 @@ def _hutch(work: Work, first: int, last: int, seed: int) -> Estimate:
                 frame.project_out_(vectors)
                 images = finite_images(products, vectors)
                 values = dots(products, vectors, images).tolist()
-                frame.project_out_(images)
+                frame.project_out_(images)  # B is projected on both sides
                 squares = space.norm(images).square().tolist()
                 more = tuple(zip(values, squares, strict=True))
                 found = replace(found, samples=(*found.samples, *more))
@@ -203,5 +205,6 @@ def diagonal(
 
 def _mean_and_error(sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
     mean = sums[0] / count
+    # Of equal samples the difference is rounding, and may be negative.
     variance = (sums[1] / count - mean**2).clamp_min(0.0) * count / (count - 1)
     return mean, (variance / count).sqrt()

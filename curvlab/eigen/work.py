@@ -126,6 +126,8 @@ class Work:
         """Replace the file; ``None`` leaves it as it was saved last."""
         if self.path is not None and state is not None:
             self.saved_at = self.products.spent
+            # One that came back just before an interrupt is not in the state. It is made again,
+            # and must not count twice where a number of products decides.
             spent = self.products.spent if state.spent is None else state.spent
             facts = {
                 "asked": self.asked,
@@ -156,7 +158,7 @@ class Work:
                 self.save(state())
         except KeyboardInterrupt as stop:
             if self.products.space.shared:
-                raise
+                raise  # saving is collective, and the other ranks may be inside another collective
             self.save(state())
             made = f"{self.what} was interrupted after {self.products.count} products"
             cure = (

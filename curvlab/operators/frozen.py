@@ -124,12 +124,12 @@ class Frozen:
             raise TypeError(
                 f"the selected parameters are {own} and others are narrower ({narrow[0]}, "
                 f"{len(narrow)} in all), so that products would have two or three digits: pass "
-                'dtype=torch.float32 (--dtype float32), or precision="bfloat16" to take that'
+                'dtype=torch.float32, or precision="bfloat16" to take that'
             )
         if self.dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"curvature is computed in float32 or float64; parameters are {self.dtype}: "
-                'pass dtype=torch.float32 (--dtype float32), with precision="bfloat16" if the '
+                'pass dtype=torch.float32, with precision="bfloat16" if the '
                 "speed is wanted"
             )
         return chosen

@@ -29,6 +29,7 @@ class Preconditioned(Operator):
             )
         super().__init__(base.n, base.dtype, base.device, getattr(base, "layout", None))
         self.base, self.limit = base, getattr(base, "limit", None)
+        # The root on both sides: P^-1 A has the same eigenvalues but is not symmetric.
         self.root = diagonal.detach().double().rsqrt().to(dtype=base.dtype, device=base.device)
 
     def _product(self, block: Tensor) -> Tensor:
@@ -77,12 +78,14 @@ def _divisor(
         steps = float(state["step"])
         square = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"].double()
         root = (square / (1.0 - second**steps)).sqrt()
+        # torch adds eps after the correction of the second moment, which matters in early steps.
         divisor: Tensor = (1.0 - first**steps) * (root + number("eps"))
         return divisor
     if isinstance(optimizer, torch.optim.RMSprop):
         square = state["square_avg"].double()
         if group.get("centered"):
             square = square - state["grad_avg"].double() ** 2
+        # A variance as a difference of means: rounding may take it below 0.
         return square.clamp_min(0.0).sqrt() + number("eps")
     if isinstance(optimizer, torch.optim.Adagrad):
         decay = 1.0 + (float(state["step"]) - 1.0) * number("lr_decay")

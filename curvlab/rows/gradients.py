@@ -61,6 +61,7 @@ def sgd_step_(
     removed = rows.project_out_(step)
     if momenta:
         gathered = momenta[0] if space.sharded else space.take_list(momenta)
+        # Only projected steps enter the momentum: while the rows stay, it needs no projection.
         step = gathered.mul_(momentum).add_(step)
         if not space.sharded:
             space.give_list(step, momenta)
@@ -71,7 +72,7 @@ def sgd_step_(
 def _held(rows: "Projector", tensors: Sequence[Tensor], name: str) -> Tensor:
     """What is held here of ``tensors``: whole ones, or one shard."""
     if rows.space.sharded and len(tensors) == 1 and tensors[0].shape == (rows.width,):
-        return tensors[0].clone()
+        return tensors[0].clone()  # gradients are the caller's; the step is made in place
     _check_count(rows, tensors, name)
     _check(rows, tensors, name)
     return rows.space.take_list(tensors)

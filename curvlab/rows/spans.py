@@ -17,6 +17,7 @@ def whitened(factor: Tensor | None, coefficients: Tensor) -> Tensor:
     """``L^-1 c``: coefficients ``(m,)`` or ``(b, m)`` in the orthonormal basis ``L^-1 M``."""
     if factor is None or coefficients.numel() == 0:
         return coefficients
+    # Solved, not multiplied by an inverse: rows of int8 may be close to dependent.
     columns = coefficients.reshape(-1, coefficients.shape[-1]).T
     solved: Tensor = torch.linalg.solve_triangular(factor, columns, upper=False)
     return solved.T.reshape(coefficients.shape)
@@ -91,6 +92,7 @@ def principal_angles(first: "Rows", second: "Rows") -> Tensor:
                 part = first.space.total(row_block.double() @ other_block.double().T)
                 outside[i : i + len(row_block), j : j + len(other_block)] = part
                 outside[j : j + len(other_block), i : i + len(row_block)] = part.T
+    # Squared sines: half the digits of a float64 suffice for the 1e-8 that is promised.
     outside = whitened(second.factor, whitened(second.factor, outside).T)
     squares = torch.linalg.eigvalsh((outside + outside.T) / 2)
     sines = squares.clamp(0.0, 1.0).sqrt()

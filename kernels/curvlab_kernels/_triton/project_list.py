@@ -153,6 +153,7 @@ def list_partials(
     chosen = dot_tile(rows, where.n, "list", work)
     groups = -(-m // chosen.rows)
     chunks, tiles = chunking(where.n, chosen.columns, groups, chosen.warps, rows.device)
+    # A skipped launch leaves its output as it was, and what is added up from it must be zero.
     looked_at = unless is not None and (summed or chunks > FEW)
     empty = torch.zeros if looked_at else torch.empty
     partials = empty(chunks, 1, m + 1, dtype=torch.float64, device=rows.device)
@@ -239,9 +240,10 @@ def list_partials_kernel(
     present = (local < group_rows) & (row < m)
     ld = ld16 * 16
 
+    # One sum per column and row, folded once at the end: a fold in every tile would cost shuffles.
     total = tl.zeros([ROWS, BLOCK // 16 if SCALED else BLOCK], WORK)
     square = tl.zeros([BLOCK], tl.float64)
-    full = n // BLOCK
+    full = n // BLOCK  # tiles without a mask; the ragged one comes once, after the loop
     first = chunk * tiles
     # fmt: off
     for tile_index in range(first, tl.minimum(first + tiles, full)):
@@ -351,11 +353,12 @@ def list_apply_kernel(
     ELEMENT: tl.constexpr,
     WORK: tl.constexpr,
 ):
+    # The first pass ended with the last columns: the L2 cache still holds them.
     start = (tiles - 1 - tl.program_id(0)).to(tl.int64) * BLOCK
     if share > 0:
         if mostly_left(before, after, share, 0, 1, 1):
             return
-    if start == 0:
+    if start == 0:  # one program writes what all of them know
         # fmt: off
         squares = judged(products, coefficients, sums, start, m, 1, chunks, True, share > 0, ROWS,
                          CHUNKS)

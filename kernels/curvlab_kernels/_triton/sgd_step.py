@@ -59,6 +59,7 @@ def sgd_step_(
         return torch.zeros(m, dtype=torch.float64, device=rows.device)
     numbers = lr, weight_decay, momentum
     with contiguous(parameters) as weights, contiguous(momenta) as buffers:
+        # Only read, so a copy of a strided one need not be written back as the others are.
         slopes = [gradient.contiguous() for gradient in gradients]
         lists = [slopes, weights, buffers] if momenta else [slopes, weights]
         where = segments(*lists)
@@ -165,6 +166,7 @@ def sgd_kernel(
     ELEMENT: tl.constexpr,
     WORK: tl.constexpr,
 ):
+    # The first pass ended with the last columns: the L2 cache still holds them.
     start = (tiles - 1 - tl.program_id(0)).to(tl.int64) * BLOCK
     if share > 0:
         if mostly_left(before, after, share, 0, 1, 1):
@@ -173,6 +175,8 @@ def sgd_kernel(
     squares = judged(products, coefficients, sums, start * 0, m, 1, chunks, start == 0, share > 0,
                      ROWS, CHUNKS)
     # fmt: on
+    # Every program decides for itself, from the same sums in the same order: if they did not agree,
+    # some parameters would be stepped twice.
     again = (share == 0) & (squares[1] < inside * squares[0])
     if (share == 0) & (start == 0):
         tl.store(before, squares[0])
@@ -194,6 +198,7 @@ def sgd_kernel(
             if DECAY:
                 step += tl.full([], weight_decay, ELEMENT) * parameter
         step = (step - removed).to(ELEMENT)
+        # Of a difference that cancels, mostly rounding is left: it waits for the second pass.
         if again:
             tl.store(scratch_at, step, mask=meets)
         else:
