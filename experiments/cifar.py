@@ -52,8 +52,8 @@ VIT_10 = Network("ViT", Training(
 VIT_HALF = Network(
     "ViT", replace(VIT_10.training, samples=200, autocast="bfloat16"), ks=(10,)
 )  # fmt: skip
-# The paper's network on a tenth of its images: an hour of one core. The later rate times the
-# steps is the paper's, 0.001 x 1,000 = 0.01 x 100.
+# The paper's network on a tenth of its images: hours of one core, nearly all of it eigensolves.
+# The later rate times the steps is the paper's, 0.001 x 1,000 = 0.01 x 100.
 VIT_TENTH = Network("ViT", Training(
     "split_cifar10", "vit", rates="{0.1, 0.01}", epochs="{14/20, 1}", train=1000, test=500,
     samples=100,

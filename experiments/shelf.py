@@ -165,8 +165,13 @@ class Shelf:
             if not path.exists():
                 hessian = self.hessian(measured, run, 0)
                 solved = derived_seed(seed, "lanczos", 0)
-                pairs = lanczos(hessian, k, tol=1e-3, seed=solved, progress=False)
+                # of the ViT it takes an hour of one core
+                state = path.with_name(f"{name}.checkpoint")
+                pairs = lanczos(
+                    hessian, k, tol=1e-3, seed=solved, checkpoint=state, progress=self.progress
+                )
                 pairs.save(path)
+                state.unlink(missing_ok=True)  # a short solve leaves none
         return Eigenpairs.load(path, self.device)
 
     def _train(self, training: Training, seeds: list[int]) -> None:
