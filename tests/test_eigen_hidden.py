@@ -133,17 +133,13 @@ def test_a_ritz_value_beyond_an_edge_is_found_and_another_edge_is_left_to_anothe
     assert chain.found()
 
 
-@pytest.mark.parametrize("tol", [1e-1, 1e-2])
-def test_at_loose_tolerances_no_set_called_complete_lacks_an_eigenvalue(tol):
-    """Random spectra, where an eigenvalue between the wanted ones may just be emerging."""
-    shown = 0
-    for seed in range(10):
-        generator = torch.Generator().manual_seed(seed)
-        values = torch.randn(120, generator=generator, dtype=torch.float64)
-        k = 4 + 4 * seed
-        pairs = lanczos(Diagonal(values), k, which="LA", tol=tol, seed=seed, dense=False)
-        off = values.sort(descending=True).values[:k] - pairs.values
-        assert pairs.converged.all()
-        shown += pairs.complete
-        assert not pairs.complete or (off <= pairs.tolerances + pairs.floor).all(), seed
-    assert shown >= 8
+@pytest.mark.parametrize("seed", [3, 8, 17, 22, 25])
+def test_an_eigenvalue_that_is_just_emerging_is_not_missed_at_a_loose_tolerance(seed):
+    """Of 30 seeds, those on which an untilted chain, or a bound on residuals in its place, does."""
+    generator = torch.Generator().manual_seed(seed)
+    turned = torch.rand(100, generator=generator, dtype=torch.float64) < 0.3
+    values = 0.95 ** torch.arange(100).double() * (1 - 2 * turned.double())
+    pairs = lanczos(Diagonal(values), 40, tol=0.1, seed=seed, dense=False)
+    assert pairs.complete
+    found, places = pairs.values.abs().sort(descending=True)
+    assert ((values[:40].abs() - found).abs() <= pairs.tolerances[places] + pairs.floor).all()
