@@ -97,11 +97,11 @@ def peak_memory(call: Call, *, device: torch.device | str = "cpu", threads: int 
             )
         _hand_back_freed_memory()
         Path("/proc/self/clear_refs").write_text("5")
-        own = status_bytes("RssAnon")
+        own, files = status_bytes("RssAnon"), status_bytes("RssFile")
         before = own + status_bytes("RssShmem")
         with Watch() as watch:
             call()
-        files = max(watch.most["RssFile"], status_bytes("RssFile"))
+        files = max(files, watch.most["RssFile"], status_bytes("RssFile"))
         return max(0, status_bytes("VmHWM") - files - before, watch.most["RssAnon"] - own)
 
 

@@ -74,8 +74,9 @@ class Pieces:
     @classmethod
     def of(cls, tensor: Tensor) -> "Pieces":
         """A tensor that is whole in memory; no second one is made of rows with gaps between."""
-        split = tensor.dim() > 1 and not tensor.is_contiguous()
-        parts = tensor.split(1) if split and len(tensor) else [tensor]
+        parts = [tensor]
+        if tensor.dim() > 1 and not tensor.is_contiguous():
+            parts = [tensor[row : row + 1] for row in range(len(tensor))]
         return cls(tensor.dtype, tuple(tensor.shape), lambda: parts)
 
     def whole(self) -> Tensor:

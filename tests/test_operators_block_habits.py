@@ -1,5 +1,6 @@
 """What blocks of other people's models do, and what of it is refused with the cure."""
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -284,13 +285,15 @@ class Writes(nn.Module):
         super().__init__()
         self.linear, self.number = nn.Linear(4, 4), number
 
-    def forward(self, box: dict[str, Any], *, past: list[tuple[Tensor, dict[str, Tensor]]]) -> None:
+    def forward(
+        self, box: dict[str, Any], *, past: deque[tuple[Tensor, dict[str, Tensor]]]
+    ) -> None:
         values = torch.tanh(self.linear(box["values"]))
         for keys, more in past:
             values = values * keys + more["sine"]
         past.append((values, {"sine": values.sin()}))
         if len(past) > 2:
-            past.pop(0)
+            past.popleft()
         box["before"], box["values"] = box["values"], values + box["values"]
         box["seen"]["numbers"].append(self.number)
         box.pop("first", None)
@@ -303,7 +306,7 @@ class Written(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, values: Tensor) -> Tensor:
-        numbers, past = list[int](), list[tuple[Tensor, dict[str, Tensor]]]()
+        numbers, past = list[int](), deque[tuple[Tensor, dict[str, Tensor]]]()
         box: dict[str, Any] = {"values": values, "first": values, "seen": {"numbers": numbers}}
         for block in self.blocks:
             before = box["values"]

@@ -13,6 +13,7 @@ or at a distance from them. It is compared with a plain one at both when the ope
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -245,11 +246,12 @@ def _fill(old: Any, new: Any) -> Any:
         old.clear()
         old.update(items)
         return old
-    if isinstance(old, list | tuple) and isinstance(new, list | tuple):
+    if isinstance(old, list | deque | tuple) and isinstance(new, list | deque | tuple):
         before = [*old, *[None] * (len(new) - len(old))]
         filled = [_fill(one, other) for one, other in zip(before, new, strict=False)]
-        if isinstance(old, list):
-            old[:] = filled
+        if not isinstance(old, tuple):
+            old.clear()
+            old.extend(filled)
             return old
         return old if all(a is b for a, b in zip(old, filled, strict=True)) else new
     return new
