@@ -62,11 +62,11 @@ def checks() -> Iterator[Check]:
     yield Check("project-several-tiles-per-chunk", partial(project, 9, 9001, torch.float32))
     for dtype in (torch.float32, torch.int8, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        double = {"vectors": torch.float64}
-        yield Check(f"project-float64-vector-{name}", partial(project, 5, 1023, dtype, **double))
-        run = partial(project, 5, 1023, dtype, count=5, **double)
+        run = partial(project, 5, 1023, dtype, vectors=torch.float64)
+        yield Check(f"project-float64-vector-{name}", run)
+        run = partial(project, 5, 1023, dtype, count=5, vectors=torch.float64)
         yield Check(f"project-block-float64-vector-{name}", run)
-        run = partial(project_list, 5, 1023, dtype, **double)
+        run = partial(project_list, 5, 1023, dtype, vectors=torch.float64)
         yield Check(f"project-list-float64-vector-{name}", run)
     yield Check("project-block-of-none", partial(project, 5, 300, torch.float32, count=0))
     yield Check("project-block-of-one", partial(project, 5, 300, torch.float32, count=1))
