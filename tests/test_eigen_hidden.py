@@ -47,9 +47,9 @@ def test_the_tilted_operator_counts_what_the_wanted_pairs_leave_beyond_a_point(s
     matrix = symmetric(values, steps)
     solver, ritz = searched(matrix, steps, 3, block)
     krylov = solver.krylov
-    basis, aside = krylov.rows.rows(), krylov.aside
+    basis, aside = krylov.rows.rows(), krylov.aside.rows
     complement = torch.linalg.svd(basis).Vh[len(basis) :]
-    couplings = krylov.aside_coupling[:, : krylov.multiplied] @ ritz.mixing
+    couplings = krylov.aside.coupling[:, : krylov.multiplied] @ ritz.mixing
     pairs = ritz.mixing.T @ basis
     counts = set()
     for side in (1, -1):
@@ -74,8 +74,8 @@ def test_one_chain_shows_a_second_edge_where_the_difference_of_the_tilts_allows_
     values = torch.randn(60, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     matrix = symmetric(values, 1)
     solver, ritz = searched(matrix, 8, 3)
-    krylov, aside = solver.krylov, solver.krylov.aside
-    couplings = krylov.aside_coupling[:, : krylov.multiplied] @ ritz.mixing
+    krylov, aside = solver.krylov, solver.krylov.aside.rows
+    couplings = krylov.aside.coupling[:, : krylov.multiplied] @ ritz.mixing
     complement = torch.linalg.svd(krylov.rows.rows()).Vh[krylov.multiplied :]
     for far in (4.0, 8.0, 16.0):
         ends = {0: Edge(2.5, 1), 1: Edge(-far, -1)}

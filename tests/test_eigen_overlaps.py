@@ -100,7 +100,7 @@ def test_overlaps_stay_within_bounds_and_the_decomposition_holds(values, dtype):
         if solver.chain is not None:  # its rows overlap what is set aside
             continue
         known = krylov.coupling[: krylov.size, :m].T @ rows
-        known += krylov.aside_coupling[:, :m].T @ krylov.aside.double()
+        known += krylov.aside.coupling[:, :m].T @ krylov.aside.rows.double()
         rest = (rows[:m] @ operator.exact - known).norm(dim=1)
         assert float(rest.max()) <= solver.bounds.loss + krylov.lost
     assert used or dtype == torch.float32 or float(values[20]) == 0.0  # ends too early

@@ -118,11 +118,11 @@ def state_of(solver: Solver) -> State:
     """What a solver has between two steps, as a file keeps it."""
     krylov = solver.krylov
     krylov.settle()
-    rows = {"rows": krylov.rows.rows(), "aside": krylov.aside}
+    rows = {"rows": krylov.rows.rows(), "aside": krylov.aside.rows}
     others = {
         "coupling": krylov.coupling[: krylov.size, : krylov.multiplied],
-        "aside coupling": krylov.aside_coupling,
-        "tilt": krylov.tilt,
+        "aside coupling": krylov.aside.coupling,
+        "tilt": krylov.aside.tilt,
         "overlaps": torch.from_numpy(np.stack([krylov.overlaps.last, krylov.overlaps.before])),
     }
     facts = {
@@ -194,9 +194,9 @@ def restore(
         krylov.rows.put(index, row)
     krylov.rows.admit(len(tensors["rows"]))
     krylov.coupling[: krylov.size, : krylov.multiplied] = tensors["coupling"]
-    krylov.aside = tensors["aside"].to(krylov.rows.device)
-    krylov.aside_coupling = tensors["aside coupling"]
-    krylov.lean(tensors["tilt"])
+    krylov.aside.rows = tensors["aside"].to(krylov.rows.device)
+    krylov.aside.coupling = tensors["aside coupling"]
+    krylov.aside.lean(tensors["tilt"])
     for name in _PLAIN:
         setattr(solver, name, facts[name])
     solver.outcome = None if facts["outcome"] is None else Outcome[facts["outcome"]]

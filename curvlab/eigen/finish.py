@@ -172,7 +172,7 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     both[:, 1] = krylov.coupling[:size, :m] @ weights
     used = int(both.any(1).nonzero().max()) + 1  # the oldest row's product is in the first two
     mixed, expected = krylov.rows.combine(both[:used], torch.float64)
-    for held, share in zip(krylov.aside, krylov.aside_coupling[:, :m] @ weights, strict=True):
+    for held, share in zip(krylov.aside.rows, krylov.aside.coupling[:, :m] @ weights, strict=True):
         expected.add_(held, alpha=float(share))
     mixture = mixed.to(products.dtype)
     image = torch.empty_like(mixture)

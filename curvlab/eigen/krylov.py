@@ -6,9 +6,8 @@ and, up to rounding,
 
     A V = V H + R C + S D        (vectors as columns here)
 
-where ``S`` are frontier rows that have been set aside for a while: new rows are not made orthogonal
-to them, and their products are those of ``A + S M S'`` (:mod:`curvlab.eigen.hidden`). So a Ritz
-pair ``(theta, V y)`` of ``T = (H + H') / 2`` has a true residual of at most
+where ``S`` are frontier rows that have been set aside (:mod:`curvlab.eigen.aside`). So a Ritz pair
+``(theta, V y)`` of ``T = (H + H') / 2`` has a true residual of at most
 ``||(H y - theta y, C y)|| + ||D y||``, and exactly that while nothing is set aside: no product and
 no long vector is needed to know it.
 With one frontier row and one start vector this is Lanczos; with several it is block Lanczos; a
@@ -26,6 +25,7 @@ import torch
 from curvlab_kernels.block import length_after, orthonormalise_with_
 from torch import Tensor, nn
 
+from curvlab.eigen.aside import Aside
 from curvlab.eigen.overlaps import Overlaps
 from curvlab.eigen.products import Products
 from curvlab.probe import OperatorError
@@ -45,9 +45,7 @@ class Krylov:
         rows: The first ``m`` are ``V``, then come ``f`` rows ``R``.
         coupling: ``(capacity, capacity)``, float64, CPU: column ``j < m`` holds the coefficients of
             ``A v_j`` on all rows, that is ``H`` above ``C``.
-        aside: ``S``, shape ``(d, width)``.
-        aside_coupling: ``D``, shape ``(d, capacity)``, float64, CPU.
-        tilt: ``M``, shape ``(d, d)``, float64, CPU.
+        aside: ``S``, with ``D`` and ``M``.
         norm: Largest ``||A v||`` seen for a unit ``v``: a lower bound of ``||A||``.
         overlaps: What is known of the rows' overlaps; its ``budget`` says whether to allow any.
     """
@@ -57,9 +55,7 @@ class Krylov:
         self.products = products
         capacity = rows.capacity
         self.coupling = torch.zeros(capacity, capacity, dtype=torch.float64)
-        self.aside = rows.rows()
-        self.aside_coupling = torch.zeros(0, capacity, dtype=torch.float64)
-        self.lean(torch.zeros(0, 0, dtype=torch.float64))
+        self.aside = Aside(rows)
         self.multiplied = 0
         self.restarts = 0
         self.norm = 0.0
@@ -294,35 +290,21 @@ class Krylov:
         if j == 0:
             return
         difference = column[:j] - coupling[j, :j]
-        unknown = len(self.aside_coupling)
+        unknown = len(self.aside)
         if unknown:
-            # v_j may overlap what is set aside. How far is not measured, but every earlier row sees
-            # the same overlap: as many unknowns as rows aside, j equations.
-            shared = _within(self.aside_coupling.numpy()[:, :j].T, difference)
+            shared = self.aside.shared(difference)
             coupling[j, :j] += shared
             difference = difference - shared
         difference = difference[j - comparable :]
         self.asymmetry_squares += float(difference @ difference)
         self.asymmetry_count += max(0, comparable - unknown)
 
-    def lean(self, tilt: Tensor) -> None:
-        """Take ``tilt`` as ``M`` from now on."""
-        self.tilt = tilt
-        self._tilt = tilt.to(self.rows.device, self.rows.dtype)  # once: products wait for nothing
-
-    def tilt_(self, row: Tensor, product: Tensor) -> None:
-        """Add ``S M S' row`` to the ``product`` of a row."""
-        if len(self.aside):
-            met = self.rows.space.total(self.aside @ row)
-            product.addmv_(self.aside.T, self._tilt @ met.to(self._tilt.dtype))
-
     def set_aside(self) -> None:
         """Take the frontier out of the basis: new rows need not be orthogonal to it."""
         m, size = self.multiplied, self.size
         remainder = torch.zeros(self.frontier, self.rows.capacity, dtype=torch.float64)
         remainder[:, :m] = self.coupling[m:size, :m]
-        self.aside = torch.cat([self.aside, self.rows.rows(m, size)])
-        self.aside_coupling = torch.cat([self.aside_coupling, remainder])
+        self.aside.take(self.rows.rows(m, size), remainder)
         self.coupling[m:size] = 0.0
         self.rows.truncate(m)
         self._unchain()
@@ -331,11 +313,11 @@ class Krylov:
         """Make what was set aside when there were ``first`` rows part of the frontier again."""
         if len(self.aside) == 0:
             return
-        m = self.multiplied
-        met = self.rows.coefficients(self.aside).cpu()
-        self.aside_coupling[:, first:m] = -self.tilt @ met[:, first:m]  # their products were tilted
+        m, aside = self.multiplied, self.aside
+        met = self.rows.coefficients(aside.rows).cpu()
+        aside.coupling[:, first:m] = -aside.tilt @ met[:, first:m]  # their products were tilted
         self.coupling[first:, :first] = 0.0
-        for held, remainder in zip(self.aside, self.aside_coupling, strict=True):
+        for held, remainder in zip(aside.rows, aside.coupling, strict=True):
             target = self.rows.row(self.size)
             target.copy_(held)
             overlap, length = self.rows.orthonormalise_(target)
@@ -343,8 +325,7 @@ class Krylov:
             kept = self.size + (1 if float(column[-1]) > 0.0 else 0)
             self.coupling[first:kept, :m] += torch.outer(column[first:kept], remainder[:m])
             self.rows.admit(kept - self.size)
-        self.aside = self.aside[:0]
-        self.aside_coupling = self.aside_coupling[:0]
+        aside.clear()
         self._unchain()
 
     def grow(self, capacity: int) -> None:
@@ -354,7 +335,7 @@ class Krylov:
             return
         self.rows.reserve(capacity)
         self.coupling = nn.functional.pad(self.coupling, (0, more, 0, more))
-        self.aside_coupling = nn.functional.pad(self.aside_coupling, (0, more))
+        self.aside.coupling = nn.functional.pad(self.aside.coupling, (0, more))
 
     def forget(self, m: int) -> None:
         """Go back to the first ``m`` rows, at which :meth:`set_aside` was called."""
@@ -378,7 +359,7 @@ class Krylov:
         m = self.multiplied
         inside = self._inside(mixing, values).square().sum(0)
         outside = self.remainder(mixing).square().sum(0)
-        gone = (self.aside_coupling[:, :m] @ mixing).square().sum(0)
+        gone = (self.aside.coupling[:, :m] @ mixing).square().sum(0)
         spread = self.overlaps.spread  # rows that are not quite orthonormal mislead by so much
         return ((inside + outside).sqrt() + gone.sqrt()) * ((1.0 + spread) / (1.0 - spread))
 
@@ -403,9 +384,9 @@ class Krylov:
         coupling[:p, :p] = torch.diag(values)
         coupling[p : p + f, :p] = remainder @ mixing
         self.coupling = coupling
-        aside = torch.zeros_like(self.aside_coupling)
-        aside[:, :p] = self.aside_coupling[:, :m] @ mixing
-        self.aside_coupling = aside
+        aside = torch.zeros_like(self.aside.coupling)
+        aside[:, :p] = self.aside.coupling[:, :m] @ mixing
+        self.aside.coupling = aside
         self.multiplied = p
         self.restarts += 1
         self._unchain()
@@ -417,16 +398,6 @@ def reflection(weights: Tensor) -> Tensor:
     mirror[0] += 1.0 if float(mirror[0]) >= 0.0 else -1.0
     turned = torch.eye(len(weights), dtype=torch.float64)
     return turned - torch.outer(mirror, mirror) * (2.0 / float(mirror @ mirror))
-
-
-def _within(columns: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    """The part of ``vector`` ``(j,)`` in the span of ``columns`` ``(j, d)``."""
-    if columns.shape[1] == 1:  # as it mostly is: one product in place of a call of LAPACK
-        column = columns[:, 0]
-        square = column @ column
-        return column * (column @ vector / square if square > 0.0 else 0.0)
-    found: np.ndarray = columns @ np.linalg.lstsq(columns, vector, rcond=None)[0]
-    return found
 
 
 _NOT_FINITE = (

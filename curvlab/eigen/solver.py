@@ -199,7 +199,7 @@ class Solver:
         self.products.into(vectors, images)
         self.whole = False
         if self.chain is not None:
-            krylov.tilt_(vectors, images)
+            krylov.aside.tilt_(vectors, images)
         if single:
             krylov.expand(images, self.products.error)
         else:
@@ -250,9 +250,9 @@ class Solver:
         open_ends = {
             n: ends[n] for n, doubt in enumerate(self.doubts) if doubt > self.request.certify.doubt
         }
-        couplings = krylov.aside_coupling[:, : krylov.multiplied] @ ritz.mixing
+        couplings = krylov.aside.coupling[:, : krylov.multiplied] @ ritz.mixing
         chosen, tilt = tilted(open_ends, ritz.values, couplings, k, self.bounds.loss)
-        krylov.lean(tilt)
+        krylov.aside.lean(tilt)
         if self._add_random():
             self.chain = Chain(krylov.multiplied, chosen)
         else:
