@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,13 +36,6 @@ _NUMBERS = {
     "ragged": FINITE,
     "lost": FINITE,
 }
-_OVERLAPS = {
-    "budget": FINITE,
-    "clean": COUNT,
-    "gain": FINITE,
-    "squares": FINITE,
-    "late": FINITE,
-}
 _EDGE = {"number": COUNT, "point": FINITE, "side": int}
 _CHAIN = {
     "first": COUNT,
@@ -60,7 +52,6 @@ _PLAIN = {
 }
 _STATE = {
     "krylov": _NUMBERS,
-    "overlaps": _OVERLAPS,
     **_PLAIN,
     "outcome": (None, frozenset(Outcome.__members__)),
     "chain": (None, _CHAIN),
@@ -123,11 +114,9 @@ def state_of(solver: Solver) -> State:
         "coupling": krylov.coupling[: krylov.size, : krylov.multiplied],
         "aside coupling": krylov.aside.coupling,
         "tilt": krylov.aside.tilt,
-        "overlaps": torch.from_numpy(np.stack([krylov.overlaps.last, krylov.overlaps.before])),
     }
     facts = {
         "krylov": {name: getattr(krylov, name) for name in _NUMBERS},
-        "overlaps": {name: getattr(krylov.overlaps, name) for name in _OVERLAPS},
         **{name: getattr(solver, name) for name in _PLAIN},
         "outcome": None if solver.outcome is None else solver.outcome.name,
         "chain": None if solver.chain is None else _chain_facts(solver.chain),
@@ -153,14 +142,10 @@ def _require_tensors(
         "coupling": (torch.float64, "size", multiplied),
         "aside coupling": (torch.float64, "aside", rows.capacity),
         "tilt": (torch.float64, "tilt", "tilt"),
-        "overlaps": (torch.float64, 2, "overlaps"),
     }
     sizes = require_tensors(path, tensors, shapes)
     size = sizes["size"]
     good = multiplied <= size <= rows.capacity
-    # those of the last row with all before it, where the next step asks for them
-    asked = facts["krylov"]["chained"] and facts["overlaps"]["clean"] == 0
-    good = good and (not asked or sizes["overlaps"] == size - 1)
     if (chain := facts["chain"]) is not None:
         good = good and len(chain["edges"]) > 0 and chain["first"] <= size
         good = good and sizes["tilt"] == sizes["aside"]
@@ -187,9 +172,6 @@ def restore(
     krylov = solver.krylov
     for name in _NUMBERS:
         setattr(krylov, name, facts["krylov"][name])
-    for name in _OVERLAPS:
-        setattr(krylov.overlaps, name, facts["overlaps"][name])
-    krylov.overlaps.last, krylov.overlaps.before = tensors["overlaps"].numpy()
     for index, row in enumerate(tensors["rows"]):
         krylov.rows.put(index, row)
     krylov.rows.admit(len(tensors["rows"]))

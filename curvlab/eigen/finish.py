@@ -10,7 +10,6 @@ vector itself.
 import time
 
 import torch
-from curvlab_kernels.block import gram
 from torch import Tensor
 
 from curvlab.eigen.noise import rounding
@@ -35,10 +34,7 @@ def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
         _spot_check(solver, ritz, k)
     values = ritz.values[:k]
     vectors = krylov.rows.combine(ritz.mixing[:, :k])
-    residuals = ritz.residuals[:k]
-    if krylov.overlaps.squares > 0.0:
-        vectors, residuals = _orthonormal(solver, ritz, vectors)
-    residuals = residuals + solver.bounds.loss
+    residuals = ritz.residuals[:k] + solver.bounds.loss
     if checks:
         asked = tolerances(values, request.tol, request.relative_to, krylov.norm)
         doubtful = (residuals > asked) & (ritz.residuals[:k] <= asked)
@@ -80,21 +76,6 @@ def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
         relative_to=relative_to,
         certificate=solver.certificate,
     )
-
-
-def _orthonormal(solver: Solver, ritz: Ritz, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest orthonormal vectors to what rows with overlaps were combined to; residuals.
-
-    They are ``U G^-1/2``, mixtures of the pairs: what comes from another pair brings its residual
-    and the difference of the values along.
-    """
-    k = len(vectors)
-    squares, turned = torch.linalg.eigh(solver.products.space.total(gram(vectors)).cpu())
-    mixing = (turned * squares.rsqrt()) @ turned.T
-    values = ritz.values[:k]
-    foreign = ((values[:, None] - values[None, :]) * mixing).norm(dim=0)
-    mixed = solver.krylov.rows.combine(ritz.mixing[:, :k] @ mixing)
-    return mixed, mixing.abs() @ ritz.residuals[:k] + foreign
 
 
 def _ties(values: Tensor, k: int, request: Request) -> int:

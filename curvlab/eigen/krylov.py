@@ -14,8 +14,6 @@ With one frontier row and one start vector this is Lanczos; with several it is b
 random row added later starts a second chain. What full orthogonalisation of every product against
 every row measures, ``H`` keeps: ``H - H'`` is not assumed to vanish, it is recorded, and shows an
 operator that drifts, is noisy or is not symmetric.
-Where reading all rows for every product costs too much, :mod:`curvlab.eigen.overlaps` tells which
-steps may leave it out; "orthonormal" then means up to :attr:`Overlaps.spread`.
 """
 
 import math
@@ -26,7 +24,6 @@ from curvlab_kernels.block import length_after, orthonormalise_with_
 from torch import Tensor, nn
 
 from curvlab.eigen.aside import Aside
-from curvlab.eigen.overlaps import Overlaps
 from curvlab.eigen.products import Products
 from curvlab.probe import OperatorError
 from curvlab.rows import Rows
@@ -47,7 +44,6 @@ class Krylov:
             ``A v_j`` on all rows, that is ``H`` above ``C``.
         aside: ``S``, with ``D`` and ``M``.
         norm: Largest ``||A v||`` seen for a unit ``v``: a lower bound of ``||A||``.
-        overlaps: What is known of the rows' overlaps; its ``budget`` says whether to allow any.
     """
 
     def __init__(self, rows: Rows, products: Products) -> None:
@@ -66,8 +62,7 @@ class Krylov:
         self.ragged = 0.0  # root mean square of that along a row
         self.lost = 0.0  # part of A V that compressions could not keep in H and C
         self._host = rows.device.type == "cpu"
-        self.overlaps = Overlaps()
-        self._pending: list[tuple[int, int, Tensor, Tensor]] = []
+        self._pending: list[tuple[int, Tensor, Tensor]] = []
 
     @property
     def size(self) -> int:
@@ -92,7 +87,6 @@ class Krylov:
         if self.asymmetry_count == 0:
             return 0.0
         rounding = 8.0 * float(torch.finfo(self.rows.dtype).eps) * self.norm
-        rounding = math.hypot(rounding, self.overlaps.shift)
         excess = self.asymmetry_squares / self.asymmetry_count - rounding**2
         return math.sqrt(max(0.0, excess))
 
@@ -127,7 +121,7 @@ class Krylov:
         self._deflate_new_(target)
         self.coupling[self.size].zero_()
         self.rows.admit()
-        self.chained, self.overlaps.clean = False, 1
+        self.chained = False
         return True
 
     def lead(self, weights: Tensor) -> None:
@@ -140,43 +134,31 @@ class Krylov:
         turned = reflection(weights)
         self.rows.mix(turned, m)
         self.coupling[m:size] = turned @ self.coupling[m:size]
-        self._unchain()
+        self.chained = False
 
     def drop(self, size: int) -> None:
         """Forget frontier rows after the first ``size`` rows: nothing may couple to them."""
         self.rows.truncate(size)
         self.coupling[size:] = 0.0
 
-    def expand(self, product: Tensor, error: float = 0.0) -> None:
+    def expand(self, product: Tensor) -> None:
         """Take ``product``, that of row ``m``, as known; it stands in row ``m + f``.
 
         It becomes a new frontier row. Where reading its coefficients means waiting for a device,
         they stay there until :meth:`settle`.
-
-        Args:
-            error: Of a product, relative to the operator's norm, as far as it is known.
         """
-        j, rows, overlaps = self.multiplied, self.rows, self.overlaps
+        j, rows = self.multiplied, self.rows
         alone = rows.size == j + 1
-        chained = self.chained and alone
-        # How many of the coefficients measured now must equal earlier ones if A is symmetric?
-        # Overlaps add to those of rows that are not orthogonal to all.
-        comparable = j if overlaps.squares == 0.0 else max(overlaps.clean - 1, int(chained))
-        if chained and self._host and overlaps.partial:
-            comparable = 1
-            coefficients, length = self._partial_step(product, error)
+        if self.chained and alone:
+            # the last length, where it is: the device is not waited for
+            beta = self._pending[-1][-1] if self._pending else self.coupling[j, j - 1].item()
+            _, length, coefficients = rows.lanczos_step_(product, beta)
         else:
-            if chained:
-                # the last length, where it is: the device is not waited for
-                beta = self._pending[-1][-1] if self._pending else self.coupling[j, j - 1].item()
-                _, length, coefficients = rows.lanczos_step_(product, beta)
-            else:
-                coefficients, length = rows.orthonormalise_(product)
-            overlaps.clean += 1
+            coefficients, length = rows.orthonormalise_(product)
         self._deflate_new_(product)
         rows.admit()
         self.multiplied, self.chained = j + 1, alone
-        self._pending.append((j, comparable, coefficients, length))
+        self._pending.append((j, coefficients, length))
         if self._host:
             self.settle()
 
@@ -199,31 +181,6 @@ class Krylov:
             length = self.rows.space.norm(row).to(row.dtype)
             row /= torch.where(length > 0.0, length, torch.ones_like(length))
 
-    def _partial_step(self, product: Tensor, error: float) -> tuple[Tensor, Tensor]:
-        """Remove the last two rows; all others too if the overlaps with them may be too large."""
-        j, rows, overlaps = self.multiplied, self.rows, self.overlaps
-        coupling = self.coupling.numpy()
-        _, length, near = rows.lanczos_step_(product, coupling[j, j - 1].item(), near=True)
-        column = torch.cat([torch.zeros(j - 1, dtype=torch.float64), near, length.reshape(1)])
-        coefficients, beta = column[:-1], float(length)
-        if beta == 0.0:
-            return coefficients, length
-        known = coupling[: j + 2, : j + 1]
-        known[:, j] = column
-        # Rounding is a share of this product, the operator's own error one of its largest; neither
-        # has a preferred direction, so 1 / sqrt(n) of it lies along a row.
-        rounded = float(torch.finfo(rows.dtype).eps) * float(column[-3:].norm())
-        noise = (rounded + error * self.norm) / math.sqrt(rows.n)
-        expected = overlaps.advance(known, max(noise, self.asymmetry))
-        if overlaps.excessive(known, expected, self.rows.capacity):
-            found = rows.project_out_(product)
-            coefficients += beta * found
-            left = rows.space.norm(product)
-            product /= left.to(product.dtype)
-            length = length * left
-            overlaps.removed(expected, float(found.norm()), beta)
-        return coefficients, length
-
     def expand_block(self, products: Tensor) -> None:
         """The same for ``products`` ``(b, width)`` of the first ``b`` frontier rows at once."""
         if not bool(torch.isfinite(self.rows.space.norm(products)).all()):
@@ -235,9 +192,9 @@ class Krylov:
             self.rows.admit()
         columns = self.rows.coefficients(products).cpu().numpy()
         for j, column in enumerate(columns):
-            self._record(self.multiplied + j, column, self.multiplied + j)
+            self._record(self.multiplied + j, column)
         self.multiplied += len(products)
-        self._unchain()
+        self.chained = False
 
     def _orthonormalise_block_(self, block: Tensor) -> Tensor:
         rows, products = self.rows, self.products
@@ -256,30 +213,19 @@ class Krylov:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        columns = torch.cat([part.reshape(-1) for _, _, *both in pending for part in both]).cpu()
-        lengths = [len(coefficients) + 1 for _, _, coefficients, _ in pending]
-        for (j, comparable, *_), column in zip(pending, torch.split(columns, lengths), strict=True):
-            self._record(j, column.numpy(), comparable)
+        columns = torch.cat([part.reshape(-1) for _, *both in pending for part in both]).cpu()
+        lengths = [len(coefficients) + 1 for _, coefficients, _ in pending]
+        for (j, *_), column in zip(pending, torch.split(columns, lengths), strict=True):
+            self._record(j, column.numpy())
             # A remainder of this length is rounding, not a direction: rows from it are forgotten.
             if not self.norm or column[-1] <= self.breakdown(self.norm):
                 self.multiplied = j + 1
-                self._unchain()
+                self.chained = False
                 self.drop(len(column) - 1)
                 return
 
-    def _unchain(self) -> None:
-        """The next row to be multiplied does not come from the one before it."""
-        self.chained = False
-        if self.overlaps.squares > 0.0:
-            self.overlaps.clean = 0
-
-    def _record(self, j: int, column: np.ndarray, comparable: int) -> None:
-        """Take down the coefficients of row ``j``'s product.
-
-        Args:
-            comparable: How many of those of the last rows before ``j`` an error of the product
-                alone can make different from what is known.
-        """
+    def _record(self, j: int, column: np.ndarray) -> None:
+        """Take down the coefficients of row ``j``'s product."""
         length = math.sqrt(column @ column)
         if not math.isfinite(length):
             raise OperatorError(_NOT_FINITE)
@@ -295,9 +241,8 @@ class Krylov:
             shared = self.aside.shared(difference)
             coupling[j, :j] += shared
             difference = difference - shared
-        difference = difference[j - comparable :]
         self.asymmetry_squares += float(difference @ difference)
-        self.asymmetry_count += max(0, comparable - unknown)
+        self.asymmetry_count += max(0, j - unknown)
 
     def set_aside(self) -> None:
         """Take the frontier out of the basis: new rows need not be orthogonal to it."""
@@ -307,7 +252,7 @@ class Krylov:
         self.aside.take(self.rows.rows(m, size), remainder)
         self.coupling[m:size] = 0.0
         self.rows.truncate(m)
-        self._unchain()
+        self.chained = False
 
     def bring_back(self, first: int) -> None:
         """Make what was set aside when there were ``first`` rows part of the frontier again."""
@@ -326,7 +271,7 @@ class Krylov:
             self.coupling[first:kept, :m] += torch.outer(column[first:kept], remainder[:m])
             self.rows.admit(kept - self.size)
         aside.clear()
-        self._unchain()
+        self.chained = False
 
     def grow(self, capacity: int) -> None:
         """Make room for so many rows; nothing else changes."""
@@ -343,7 +288,7 @@ class Krylov:
         self.coupling[m:] = 0.0
         self.coupling[:, m:] = 0.0
         self.multiplied = m
-        self._unchain()
+        self.chained = False
 
     def projected(self) -> Tensor:
         """``T``, shape ``(m, m)``, float64."""
@@ -360,8 +305,7 @@ class Krylov:
         inside = self._inside(mixing, values).square().sum(0)
         outside = self.remainder(mixing).square().sum(0)
         gone = (self.aside.coupling[:, :m] @ mixing).square().sum(0)
-        spread = self.overlaps.spread  # rows that are not quite orthonormal mislead by so much
-        return ((inside + outside).sqrt() + gone.sqrt()) * ((1.0 + spread) / (1.0 - spread))
+        return (inside + outside).sqrt() + gone.sqrt()
 
     def _inside(self, mixing: Tensor, values: Tensor) -> Tensor:
         """``H Y - Y values``: the asymmetry of ``H``, and the rounding of its eigenpairs."""
@@ -389,7 +333,7 @@ class Krylov:
         self.aside.coupling = aside
         self.multiplied = p
         self.restarts += 1
-        self._unchain()
+        self.chained = False
 
 
 def reflection(weights: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ Guarantees, for an operator that is symmetric and linear to rounding:
 
 - The vectors are orthonormal to rounding: every new row is orthogonalised twice against all
   others, with coefficients summed in float64. There are no ghost copies.
-  With ``Room(orthogonalise="partial")`` they are so as far as the tolerance needs
-  (:mod:`curvlab.eigen.overlaps`), and the returned ones are made orthonormal at the end.
 - A reported residual is not below the true one. It comes from ``A V = V H + R C`` with every
   coefficient measured, plus an allowance for rounding and for the operator error that the solve
   has seen; ``Certify(explicit=True)`` spends one product per pair to compute each from its vector.

@@ -77,7 +77,6 @@ class Request:
         quota: Rows of the search, and those that certification may take.
         block: Rows multiplied together.
         stride: Steps between two looks at the coefficients, where looking costs a transfer.
-        partial: Whether rows need not be orthogonal to all others (:mod:`curvlab.eigen.overlaps`).
     """
 
     k: int
@@ -90,7 +89,6 @@ class Request:
     quota: Quota
     block: int
     stride: int
-    partial: bool
 
     @property
     def search_products(self) -> int:
@@ -99,7 +97,7 @@ class Request:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to belong to this solve."""
-        plain = ("k", "which", "tol", "relative_to", "seed", "block", "stride", "partial")
+        plain = ("k", "which", "tol", "relative_to", "seed", "block", "stride")
         return {
             **{name: getattr(self, name) for name in plain},
             "copies": self.certify.copies,
@@ -153,7 +151,6 @@ def request(
         block=block,
         stride=1 if products.device.type == "cpu" or block > 1 else 4,
         # On a GPU, to see whether a row needs more, each product would have to be waited for.
-        partial=room.orthogonalise == "partial" and block == 1 and products.device.type == "cpu",
     )
 
 

@@ -10,9 +10,6 @@ from curvlab.eigen.request import Request
 from curvlab.eigen.result import tolerances
 from curvlab.eigen.selection import Edge, edges, order
 
-FULL = 8  # rows that are orthogonal to all others in any case: they show what noise there is
-SHARE = 1 / 16  # of a tolerance that rows' overlaps may take: it enters :meth:`allowed` four times
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -70,21 +67,3 @@ class Ritz:
         slack = (self.residuals[:k] + bounds.loss).clamp_min(floor)
         slack = torch.maximum(self.asked(bounds), slack)
         return edges(self.values[:k], slack, self.request.which, floor=floor, norm=bounds.norm)
-
-    def overlaps_budget(self, krylov: Krylov, bounds: Bounds) -> float:
-        """What a step may remove late from a row (:mod:`curvlab.eigen.overlaps`); 0: nothing.
-
-        Ritz values move outwards. Those on their own side of zero grow, and what they allow now
-        they allow later; of the others nothing is known yet. After a restart the rows are pairs
-        that have converged, and overlaps with those grow too fast.
-        """
-        request, values = self.request, self.values[: self.request.k]
-        if not request.partial or krylov.multiplied < FULL or krylov.restarts:
-            return 0.0
-        outwards = {"LM": values.abs(), "LA": values, "SA": -values}.get(request.which)
-        if outwards is None:  # both ends, the upper half first
-            outwards = values.clone()
-            outwards[(request.k + 1) // 2 :] *= -1.0
-        if request.relative_to == "value" and bool((outwards <= 0.0).any()):
-            return 0.0
-        return SHARE * float(self.asked(bounds).min())

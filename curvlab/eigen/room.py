@@ -7,7 +7,6 @@ vectors that it returns and a few vectors in the making.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from curvlab_kernels import ops
@@ -35,25 +34,13 @@ class Room:
         file: Keep the rows in a file of this one's folder, mapped into memory, instead of in
             memory: slower, and as many as the disk holds. It has no name and is gone when the solve
             ends, however it ends; what ``file`` itself holds is left as it is.
-        orthogonalise: ``"full"``: every new row against all others. ``"partial"``: against the last
-            two, and against all when the loss of orthogonality that this leaves would begin to show
-            in what was asked for (:mod:`curvlab.eigen.overlaps`). Measured on slowly decaying
-            spectra it read 46 to 74 % of the rows in float64 and 77 to 104 % in float32, where
-            there is little room between rounding and tolerance; no time was gained with rows in
-            memory. Choose it in float64, with rows in a mapped file and ``k`` well below the number
-            of products. On a GPU, in blocks and after a restart it is always full.
     """
 
     rows: int | None = None
     bytes: int | None = None
     file: str | Path | None = None
-    orthogonalise: Literal["full", "partial"] = "full"
 
     def __post_init__(self) -> None:
-        if self.orthogonalise not in ("full", "partial"):
-            raise ValueError(
-                f"Room(orthogonalise=) is 'full' or 'partial'; got {self.orthogonalise!r}"
-            )
         if self.rows is not None and self.bytes is not None:
             raise ValueError("give Room(rows=) or Room(bytes=), not both")
         if self.rows is not None:

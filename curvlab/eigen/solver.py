@@ -171,7 +171,6 @@ class Solver:
         if krylov.size + block > basis:
             free = min(basis - krylov.frontier - block, krylov.multiplied)
             self._compress(min(max(k + 1, k + (basis - k) // 2), free))
-            krylov.overlaps.budget = 0.0
         if block == 1:
             self._turn_frontier()
         given = krylov.frontier if krylov.multiplied == 0 and block == 1 else 1
@@ -201,7 +200,7 @@ class Solver:
         if self.chain is not None:
             krylov.aside.tilt_(vectors, images)
         if single:
-            krylov.expand(images, self.products.error)
+            krylov.expand(images)
         else:
             krylov.expand_block(images)
 
@@ -223,7 +222,6 @@ class Solver:
         # An eigenproblem a step would cost as much as a cheap product.
         wait = math.ceil(math.log(min(worst, 1e30)) / math.log(FASTEST)) if worst > 1.0 else 1
         self.next_look = self.products.spent + max(request.stride, krylov.multiplied // 64, wait)
-        krylov.overlaps.budget = ritz.overlaps_budget(krylov, self.bounds)
         if self.exhausted or krylov.multiplied >= self.products.room:
             self.doubts = [0.0]
             self.finish(Outcome.CONVERGED, "converged: the basis spans the whole space")
@@ -240,7 +238,6 @@ class Solver:
         """Set the frontier aside and start a chain from a random row orthogonal to what is left."""
         krylov, k = self.krylov, self.request.k
         krylov.set_aside()
-        krylov.overlaps.budget = 0.0  # a chain is orthogonal to everything: hidden copies are, too
         most = krylov.rows.capacity - self.request.quota.reserve - len(krylov.aside)
         if krylov.multiplied > most:
             self._compress(max(k, most))

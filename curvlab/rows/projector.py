@@ -186,22 +186,18 @@ class Projector:
         return orthonormalise_with_(self.project_out_, block, self.size, 0.0, total)
 
     def lanczos_step_(
-        self, vector: Tensor, previous_beta: float | Tensor | None = None, *, near: bool = False
+        self, vector: Tensor, previous_beta: float | Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The next Lanczos vector from ``w = A v``, in place, ``v`` the last row.
 
-        Args:
-            near: Whether the last two rows are all that is removed, and read.
-
         Returns:
-            ``alpha``, ``beta`` (0 when exhausted) and every coefficient removed, ``(size,)`` or
-            ``(2,)``, float64; see :func:`curvlab_kernels.reference.lanczos_step_`.
+            ``alpha``, ``beta`` (0 when exhausted) and every coefficient removed, ``(size,)``,
+            float64; see :func:`curvlab_kernels.reference.lanczos_step_`.
         """
         whole = self.store.whole
         if whole is not None and self._local:
-            rows = whole[0][-2:] if near else whole[0]
-            return self._lanczos_step(rows, vector, previous_beta)
-        return steps.lanczos_step_(self, vector, previous_beta, near)
+            return self._lanczos_step(whole[0], vector, previous_beta)
+        return steps.lanczos_step_(self, vector, previous_beta)
 
     # Checks
 

@@ -71,9 +71,9 @@ def orthonormalise_(rows: "Projector", vector: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lanczos_step_(
-    rows: "Projector", vector: Tensor, previous_beta: float | Tensor | None, near: bool = False
+    rows: "Projector", vector: Tensor, previous_beta: float | Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three-term recurrence or a full pass, then a pass over all rows, or over two."""
+    """The three-term recurrence or a full pass, then a pass over all rows."""
     if previous_beta is None:
         removed, before = _pass_(rows, vector)
     else:
@@ -85,12 +85,11 @@ def lanczos_step_(
         both = rows.space.total(torch.cat([ops.coefficients(last, vector), square]))
         removed[-1], before = both[0], both[1].sqrt()
         ops.apply_(last, removed[-1:], vector)
-    again, passed = (_near_pass_ if near else _pass_)(rows, vector)
-    removed[-len(again) :] += again
+    again, passed = _pass_(rows, vector)
+    removed += again
     # what the pass left, by Pythagoras: only asked whether it is most of the vector
     if float(passed**2 - again.square().sum()) < 0.5 * float(passed) ** 2:
-        removed[-len(again) :] += (_near_pass_ if near else _pass_)(rows, vector)[0]
-    removed = removed[-len(again) :]
+        removed += _pass_(rows, vector)[0]
     return removed[-1], _normalise_(rows, vector, before), removed
 
 
@@ -106,16 +105,6 @@ def _pass_(rows: "Projector", vector: Tensor) -> tuple[Tensor, Tensor]:
     removed = both[:-1].contiguous()
     rows.subtract_(removed, vector)
     return removed, both[-1].sqrt()
-
-
-def _near_pass_(rows: "Projector", vector: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`_pass_` for the last two rows."""
-    last = [_stored(rows, rows.size - 2), _stored(rows, rows.size - 1)]
-    found = [ops.norm(vector).square().reshape(1), *(ops.coefficients(r, vector) for r in last)]
-    both = rows.space.total(torch.cat(found))
-    for row, weight in zip(last, torch.split(both[1:], 1), strict=True):
-        ops.apply_(row, weight, vector)
-    return both[1:], both[0].sqrt()
 
 
 def _normalise_(rows: "Projector", vector: Tensor, before: Tensor) -> Tensor:
