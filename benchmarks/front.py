@@ -16,7 +16,7 @@ END = "<!-- until here -->"
 LINES = {  # label: the contender whose product it is, the one whose solve it is
     "curvlab, certified": ("curvlab auto", "lanczos"),
     "curvlab, not certified": ("", "lanczos, uncertified"),
-    "SciPy `eigsh` on curvlab's product": ("", "scipy eigsh, our product"),
+    "SciPy {} `eigsh` on curvlab's product": ("", "scipy eigsh, our product"),
     "double backward, graph kept": ("kept graph", "scipy eigsh, kept graph"),
     "PyHessian": ("PyHessian", "scipy eigsh, PyHessian"),
     "curvlinops": ("curvlinops-for-pytorch", "scipy eigsh, curvlinops-for-pytorch"),
@@ -53,7 +53,9 @@ def _table(found: Table) -> str:
             entry = found.get((TOP, solver, metric, unit, network))
             cells.append("" if entry is None else number(entry.p50))
         if any(cells):
-            lines.append([f"{label}{_version(found, product, solver)}", *cells])
+            version = _version(found, product, solver)
+            named = label.format(version) if "{}" in label else f"{label} {version}".rstrip()
+            lines.append([named, *cells])
     text = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     return "\n".join([*text, *(f"| {' | '.join(line)} |" for line in lines)])
 
@@ -70,7 +72,7 @@ def _version(found: Table, product: str, solver: str) -> str:
     if not product or product.startswith(("curvlab", "kept")):
         product = solver if solver.endswith("our product") else ""
     versions = [e.version for e in found.values() if e.contender == product and product]
-    return f" {versions[-1]}" if versions else ""
+    return versions[-1] if versions else ""
 
 
 def _solves(found: Table) -> str:
@@ -113,12 +115,18 @@ def _origin(own: Sequence[Row]) -> str:
     def each(words: Iterable[str]) -> str:
         return ", ".join(dict.fromkeys(words))
 
-    # rows of before samples were counted are of contenders that all had two threads
-    old = each(entry.commit for entry in own if not entry.samples)
-    text = f"Measured on {each(map(machine_of, own))}. Revision "
-    text += each(entry.commit or "unknown" for entry in own)
-    best = "every contender with its best number of threads"
-    return f"{text}; two threads for everybody in {old}." if old else f"{text}, {best}."
+    told = []
+    for subject, what in (("hessian", "products"), (TOP, "solves"), ("conformance", "spectra")):
+        part = [entry for entry in own if entry.subject == subject]
+        # rows of before samples were counted are of contenders that all had two threads
+        threads = "two threads for everybody" if any(not e.samples for e in part) else ""
+        if part:
+            revisions = each(entry.commit or "unknown" for entry in part)
+            told.append(f"{what} at {revisions}" + (f" ({threads})" if threads else ""))
+    return (
+        f"Measured on {each(map(machine_of, own))}; {', '.join(told)}; where nothing else is said, "
+        "every contender with its best number of threads."
+    )
 
 
 def write(readme: Path, rows: Sequence[Row]) -> bool:

@@ -307,9 +307,10 @@ def test_the_comparison_of_the_readme_is_made_of_rows(tmp_path):
     assert "takes 1.25 and 0.8 of its time on the MLP" in text
     assert "not timed: off by 2.5e-04 in float64" in text
     assert f"Measured on {rows[0].environment.partition(';')[0]}; no GPU; Linux" in text
-    assert f"Revision {rows[0].commit}, every contender with its best number of threads." in text
+    at = rows[0].commit
+    assert f"; products at {at}, solves at {at}; where nothing else is said, every" in text
     old = front_page.block([replace(e, samples=0, commit="abc") for e in rows])
-    assert "Revision abc; two threads for everybody in abc." in old
+    assert "products at abc (two threads for everybody), solves at abc (two threads" in old
     elsewhere = [replace(e, environment="another; no GPU", commit="xyz") for e in rows[:2]]
     assert front_page.block([*rows, *elsewhere]) == text  # the products decide which machine
     readme = tmp_path / "README.md"
