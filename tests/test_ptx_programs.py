@@ -8,7 +8,7 @@ from curvlab_kernels.audit.ptx.program import UnknownInstruction, parse
 from curvlab_kernels.audit.ptx.report import Fault
 from curvlab_kernels.audit.ptx.scheduler import Executable
 
-from tests.ptx_snippets import LANES, program, run
+from tests.ptx_snippets import LANES, STORE, program, run
 from tests.test_ptx_floats import FLOAT_CASES
 from tests.test_ptx_integers import INTEGER_CASES
 
@@ -62,6 +62,8 @@ def test_every_mnemonic_of_the_table_is_tested_with_numbers_or_with_memories():
         "bar.arrive 0, 64;",
         "shfl.down.b32 %r1, %r2, 1, 31;",
         "call foo;",
+        "mov.u32 %r1, %clock;",
+        "mov.u64 %d1, foo;",
         ".local .b8 stack[16];",
     ],
 )
@@ -83,10 +85,22 @@ def test_a_kernel_that_does_not_end_is_an_error_with_its_place():
 
 
 def test_an_undeclared_register_and_a_missing_label_are_errors():
-    with pytest.raises(ValueError, match="zz"):
-        Executable(parse(program("add.s32 %r1, %zz, 1;", 1)))
+    for text in ("add.s32 %r1, %zz, 1;", "add.s32 %zz, %r1, 1;"):
+        with pytest.raises(UnknownInstruction, match="register.*zz|zz.*register"):
+            Executable(parse(program(text, 1)))
     with pytest.raises(ValueError, match="no such label"):
         parse(program("bra NOWHERE;", 1))
+
+
+def test_an_error_shows_registers_of_an_inner_scope_as_they_were_written():
+    with pytest.raises(UnknownInstruction, match=r"'@%p1 bar\.sync 0' is no barrier"):
+        Executable(parse(program("{ .reg .pred %p1; @%p1 bar.sync 0; }", 1)))
+
+
+def test_a_register_holds_nan_until_its_lane_has_written_it():
+    out = np.zeros(LANES, np.uint32)
+    run(f"setp.lt.u32 %p1, %t, 5; @%p1 mov.u32 %r1, 7; {STORE}", out)
+    assert out.tolist() == [7] * 5 + [2**32 - 1] * 27
 
 
 def test_registers_of_an_inner_scope_hide_the_outer_ones():

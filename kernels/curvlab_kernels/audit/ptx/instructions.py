@@ -37,4 +37,4 @@ def step(program: Program, instruction: Instruction) -> Step:
     try:
         return build(program, instruction)
     except ValueError as error:
-        raise ValueError(f"{instruction}: {error}") from error
+        raise instruction.unknown(f"cannot be read: {error}") from error

@@ -5,6 +5,7 @@ block. A register is an array with one element per lane, or with a single one wh
 (parameters, constants and what is computed from them): numpy broadcasts it.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -201,8 +202,10 @@ def reader(program: Program, text: str, kind: str) -> Reader:
         constant = np.array([SHARED_BASE + program.arrays[text]]).astype(wanted)
     elif text in program.tables:
         constant = np.array([program.tables[text].ctypes.data]).astype(wanted)
-    else:
+    elif re.match(r"-?\d", text):
         constant = _constant(text, wanted)
+    else:
+        raise ValueError(f"{text} is no register, symbol or number that is known")
     return lambda _: constant
 
 

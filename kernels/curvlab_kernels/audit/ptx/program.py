@@ -37,6 +37,7 @@ class Instruction:
         parts: The opcode at its dots: ``("ld", "global", "v4", "b32")``.
         operands: As written; a vector or an address is one operand.
         guard: The predicate register that must hold, and whether it is negated.
+        text: As the compiler wrote it, before registers of inner scopes were renamed.
         source: ``file:line`` of the Triton source, where the compiler said so.
     """
 
@@ -128,7 +129,7 @@ def parse(text: str) -> Program:
             if not statement.startswith(".pragma"):
                 raise UnknownInstruction(f"directive {statement!r} in the body of {program.name}")
         else:
-            program.instructions.append(_instruction(scopes.rename(statement), source))
+            program.instructions.append(_instruction(scopes.rename(statement), statement, source))
     _lay_out_shared(program, text)
     for name, listed in _TABLE.findall(text):
         program.tables[name] = np.array([int(each) for each in listed.split(",")], np.uint8)
@@ -179,8 +180,8 @@ def _statements(body: str) -> Iterator[tuple[str, str]]:
     raise ValueError("the PTX ends within a body")
 
 
-def _instruction(text: str, source: str) -> Instruction:
-    match = re.match(r"(?:@(!?)(%?[\w$@]+)\s+)?([a-z][\w.:]*)\s*(.*)$", text)
+def _instruction(renamed: str, text: str, source: str) -> Instruction:
+    match = re.match(r"(?:@(!?)(%?[\w$@]+)\s+)?([a-z][\w.:]*)\s*(.*)$", renamed)
     if match is None:
         raise UnknownInstruction(f"{text!r} is no instruction")
     guard = (match[2], match[1] == "!") if match[2] else None
