@@ -1,6 +1,7 @@
 """What the kernels need of their arguments, said once and in words."""
 
 from collections.abc import Sequence
+from math import isfinite
 from numbers import Real
 
 import torch
@@ -39,17 +40,19 @@ def _not_plain(tensor: Tensor, name: str) -> ValueError:
 
 
 def number(value: float | Tensor, name: str) -> float:
-    """``value`` as a float: a real number, or a tensor of one."""
+    """``value`` as a float: a finite real number, or a tensor of one."""
     if (
         isinstance(value, Tensor)
         and _plain(value)
         and value.numel() == 1
         and value.is_floating_point()
     ):
-        return float(value)
+        value = float(value)
     if isinstance(value, bool) or not isinstance(value, Real):
         what = "a tensor" if isinstance(value, Tensor) else repr(value)
         raise TypeError(f"{name} must be one real number; got {what}")
+    if not isfinite(value):
+        raise ValueError(f"{name} must be finite; got {value}")
     return float(value)
 
 
@@ -124,8 +127,16 @@ def check_in_place(vectors: Tensor) -> None:
 
 def check_list(rows: Tensor, tensors: Sequence[Tensor], name: str) -> None:
     """Tensors of any shapes that together have at most the rows' length."""
-    if not isinstance(tensors, Sequence) or not all(isinstance(t, Tensor) for t in tensors):
+    if not isinstance(tensors, Sequence):
         raise TypeError(f"{name} must be a list of tensors; got {type(tensors).__name__}")
+    for index, tensor in enumerate(tensors):
+        if tensor is None:
+            raise TypeError(
+                f"{name}[{index}] is None, and {name} must be tensors. A parameter without a "
+                f"gradient has None: leave it out, or pass zeros in its place"
+            )
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}[{index}] must be a tensor; got {type(tensor).__name__}")
     if not tensors:
         return
     _check_working(rows, tensors[0], f"{name}[0]")
