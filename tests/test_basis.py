@@ -396,3 +396,20 @@ def test_a_step_refuses_lists_of_different_dtypes(which):
     }
     with pytest.raises(TypeError, match="one dtype"):
         basis.sgd_step_(*lists.values(), lr=0.1, momentum=0.9)
+
+
+def test_a_row_of_the_basis_is_not_projected_in_place_nor_a_rate_that_is_no_number(generator):
+    basis = Basis(50, 3)
+    basis.extend(draw(generator, 3, 50))
+    row, given, slope = basis.store.whole[0][1, :50], draw(generator, 50), draw(generator, 50)
+    before, kept = basis.store.whole[0].clone(), given.clone()
+    with pytest.raises(ValueError, match="rows and the vector .* share memory"):
+        basis.project_out_(row)
+    with pytest.raises(ValueError, match=r"rows and parameters\[0\] share memory"):
+        basis.sgd_step_([row], [slope], [], 0.1)
+    with pytest.raises(ValueError, match=r"parameters\[0\] and momenta\[0\] share memory"):
+        basis.sgd_step_([given], [slope], [given], 0.1, 0.0, 0.9)
+    with pytest.raises(ValueError, match="lr must be finite; got nan"):
+        basis.sgd_step_([given], [slope], [], math.nan)
+    assert torch.equal(basis.store.whole[0], before)
+    assert torch.equal(given, kept)

@@ -104,7 +104,7 @@ WRONG = [
     (lambda r, v: ops.sgd_step_(r, [v], [None], [], 0.1), TypeError, r"gradients\[0\] is None"),
     (lambda r, v: ops.project_list_(r, [None, v]), TypeError, r"tensors\[0\] is None"),
     (lambda r, v: ops.project_list_(r, [v, 1.0]), TypeError, r"tensors\[1\] .* got float"),
-    (lambda r, v: ops.sgd_step_(r, [v], [v], [], float("nan")), ValueError, "lr .* finite; got nan"),
+    (lambda r, v: ops.sgd_step_(r, [v], [v], [], torch.nan), ValueError, "lr .* got nan"),
     (
         lambda r, v: ops.sgd_step_(r, [v], [v], [], torch.tensor(-torch.inf)),
         ValueError,
@@ -128,8 +128,53 @@ WRONG = [
         ValueError,
         r"tensors\[0\] must be a dense",
     ),
-    (lambda r, v: ops.project_list_(r, [v[:9], *[v[9:20]] * 2]), ValueError, "one tensor twice"),
-    (lambda r, v: ops.sgd_step_(r, [v], [v], [v], 0.1), ValueError, "momenta hold one tensor"),
+    (
+        lambda r, v: ops.project_list_(r, [v[:9], *[v[9:20]] * 2]),
+        ValueError,
+        r"tensors\[1\] and tensors\[2\] share",
+    ),
+    (
+        lambda r, v: ops.project_list_(r, [v[:30], v[20:40]]),
+        ValueError,
+        r"tensors\[0\] and tensors\[1\] share memory",
+    ),
+    (lambda r, _: ops.project_list_(r, [r[0, :50]]), ValueError, r"rows and tensors\[0\] share"),
+    (
+        lambda r, v: ops.sgd_step_(r, [v[:40]], [v[1:41]], [], 0.1),
+        ValueError,
+        r"gradients\[0\] and parameters\[0\] share",
+    ),
+    (
+        lambda r, v: ops.sgd_step_(r, [v[:20], v[20:40]], [v[20:40], v[:20]], [], 0.1),
+        ValueError,
+        r"gradients\[1\] and parameters\[0\] share",
+    ),
+    (
+        lambda r, v: ops.project_list_(r, [v[:9].expand(2, 9)]),
+        ValueError,
+        r"tensors\[0\] .* one number twice",
+    ),
+    (
+        lambda r, v: ops.project_list_(r, [v.view(5, 10)[:, :6], v.view(5, 10)[:, 5:]]),
+        ValueError,
+        r"tensors\[0\] and tensors\[1\] share memory",
+    ),
+    *(
+        (lambda r, _, call=call: call(r), ValueError, "rows and the vector .* share memory")
+        for call in (
+            lambda r: ops.project_(r, r[0, :50]),
+            lambda r: ops.project_(r, r[2:]),
+            lambda r: ops.apply_(r, torch.ones(4).double(), r[3]),
+            lambda r: ops.orthonormalise_(r, r[1]),
+            lambda r: ops.orthonormalise_block_(r[:2], r[1:]),
+            lambda r: ops.lanczos_step_(r, r[3]),
+        )
+    ),
+    (
+        lambda r, v: ops.sgd_step_(r, [v], [v], [v], 0.1),
+        ValueError,
+        r"parameters\[0\] and momenta\[0\]",
+    ),
     (lambda r, v: ops.sgd_step_(r, [v], [v], v, 0.1), TypeError, "momenta must be a list"),
     (lambda r, v: ops.sgd_step_(r, [v], [v], [], "x"), TypeError, "lr must be one real number"),
     (
@@ -156,3 +201,25 @@ def test_wrong_arguments_are_named_and_nothing_changes(call, kind, words, rows, 
             call(rows, given)
     assert torch.equal(given, before)
     assert torch.equal(rows, rows_before)
+
+
+def test_columns_of_one_matrix_and_rows_beside_the_basis_are_no_overlap(rows, generator):
+    matrix = vector(generator, 50).view(5, 10)
+    whole = torch.cat([matrix[:, :6].reshape(-1), matrix[:, 6:].reshape(-1)])
+    ops.project_list_(rows[:3], [matrix[:, :6], matrix[:, 6:]])
+    ops.project_(rows[:3], whole)
+    assert torch.equal(torch.cat([matrix[:, :6].reshape(-1), matrix[:, 6:].reshape(-1)]), whole)
+    ops.project_(rows[:3], rows[3])
+    ops.project_list_(rows[:1], [rows[1], rows[1, :0], rows[2:2]])
+
+
+def test_a_gradient_may_be_the_parameter_or_the_momentum_that_it_moves(rows, generator):
+    given, slope = vector(generator, 50), vector(generator, 50)
+    expected, change = given.clone(), slope.clone()
+    ops.sgd_step_(rows, [expected], [slope.clone()], [change], 0.1, 0.0, 0.9)
+    ops.sgd_step_(rows, [given], [slope], [slope], 0.1, 0.0, 0.9)
+    assert torch.equal(given, expected)
+    expected = given.clone()
+    ops.sgd_step_(rows, [expected], [given.clone()], [], 0.1)
+    ops.sgd_step_(rows, [given], [given], [], 0.1)
+    assert torch.equal(given, expected)

@@ -86,7 +86,7 @@ def test_a_kernel_that_does_not_end_is_an_error_with_its_place():
 
 def test_an_undeclared_register_and_a_missing_label_are_errors():
     for text in ("add.s32 %r1, %zz, 1;", "add.s32 %zz, %r1, 1;"):
-        with pytest.raises(UnknownInstruction, match="register.*zz|zz.*register"):
+        with pytest.raises(UnknownInstruction, match=r"register.*zz|zz.*register"):
             Executable(parse(program(text, 1)))
     with pytest.raises(ValueError, match="no such label"):
         parse(program("bra NOWHERE;", 1))

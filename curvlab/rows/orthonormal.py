@@ -16,12 +16,14 @@ and coefficients are the same on all ranks.
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from curvlab_kernels import ops
 from curvlab_kernels.block import gram, orthonormalise_with_
+from curvlab_kernels.spans import ranges_differ
 from torch import Tensor, nn
 
 from curvlab.precision import given_limit, least_share, working
@@ -242,9 +244,11 @@ class Rows(Projector):
             and (not momenta or (good(momenta[0]) and momenta[0].dtype is slope.dtype))
         ):
             hyper = (float(lr), float(weight_decay), float(momentum))
-            return self._sgd_step(
-                whole[0], parameters, gradients_, momenta, *hyper, self.factor, whole[1]
-            )
+            # Otherwise the operation says what is wrong, if anything is.
+            if isfinite(sum(hyper)) and ranges_differ([whole[0], weight, slope, *momenta]):
+                return self._sgd_step(
+                    whole[0], parameters, gradients_, momenta, *hyper, self.factor, whole[1]
+                )
         return gradients.sgd_step_(
             self, parameters, gradients_, momenta, lr, weight_decay, momentum
         )

@@ -8,6 +8,7 @@ saved is in :mod:`curvlab.rows.orthonormal`.
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 from curvlab_kernels import checks, ops
@@ -134,16 +135,17 @@ class Projector:
         """
         whole = self.store.whole
         if whole is not None and self._good(vectors):
+            checks.check_in_place(vectors, whole[0])
             return self._project(whole[0], vectors, self.factor, whole[1])
         if not isinstance(vectors, Tensor):
             return gradients.project_list_(self, list(vectors))
         self._check(vectors)
-        checks.check_in_place(vectors)
         if whole is not None and self._local:
             return ops.project_(whole[0], vectors, self.factor, whole[1])
+        checks.check_in_place(vectors)
         return steps.project_out_(self, vectors)
 
-    def _good(self, vector: object) -> bool:
+    def _good(self, vector: object) -> TypeGuard[Tensor]:
         """Whether ``vector`` can go straight to a kernel.
 
         A small model projects more often than it can afford to ask: ops would check it again,

@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from math import isfinite
 from numbers import Real
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from curvlab_kernels.formats import BLOCK, LEAST_CAPABILITY, LEVELS, PADDING
+from curvlab_kernels.spans import meet, ranges_differ, repeats, span
 
 STORAGE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, *LEVELS)
 WORKING = (torch.float32, torch.float64)
+_READ = ("rows", "gradients")  # what changes in place has other names
 
 
 def check_tensors(**given: Tensor) -> None:
@@ -116,12 +119,18 @@ def check_vectors(rows: Tensor, vectors: Tensor) -> None:
     _check_working(rows, vectors, "vectors")
 
 
-def check_in_place(vectors: Tensor) -> None:
-    """Contiguous memory."""
+def check_in_place(vectors: Tensor, rows: Tensor | None = None) -> None:
+    """Contiguous memory, none of it of the rows."""
     if not vectors.is_contiguous():
         raise ValueError(
             f"a vector that changes in place must be contiguous; got strides {vectors.stride()} "
             f"for shape {tuple(vectors.shape)}"
+        )
+    if rows is None:
+        return
+    if -vectors.nbytes < vectors.data_ptr() - rows.data_ptr() < rows.nbytes and meet(rows, vectors):
+        raise ValueError(
+            "rows and the vector that changes in place share memory: pass a clone of the vector"
         )
 
 
@@ -161,10 +170,48 @@ def check_list(rows: Tensor, tensors: Sequence[Tensor], name: str) -> None:
         )
 
 
-def check_once(tensors: Sequence[Tensor], name: str) -> None:
-    """That no tensor stands twice in what changes in place: one of two results would be lost."""
-    if len(set(map(id, tensors))) < len(tensors):
-        raise ValueError(f"{name} hold one tensor twice, and each changes in place: pass it once")
+def check_apart(
+    rows: Tensor, gradients: Sequence[Tensor] = (), **written: Sequence[Tensor]
+) -> None:
+    """That what changes in place has memory of its own, and meets nothing that is read.
+
+    A gradient may be the very tensor that changes in its place of the list: it is read before.
+    """
+    every = [rows, *gradients]
+    for tensors in written.values():
+        every += tensors
+    if not (all(map(Tensor.is_contiguous, every)) and ranges_differ(every)):
+        _check_places(rows, {"gradients": gradients, **written})
+
+
+def _check_places(rows: Tensor, lists: dict[str, Sequence[Tensor]]) -> None:
+    """:func:`check_apart` to the byte, with the names of what meets."""
+    order = ["rows", *lists]
+    places = [(*span(rows), "rows", 0, rows)]
+    for name, tensors in lists.items():
+        for index, tensor in enumerate(tensors):
+            places.append((*span(tensor), name, index, tensor))
+            if name not in _READ and repeats(tensor):
+                raise ValueError(
+                    f"{name}[{index}] changes in place and holds one number twice: pass a clone"
+                )
+    still: list[tuple[int, int, str, int, Tensor]] = []  # those whose range has not ended
+    for place in sorted(places, key=itemgetter(0)):
+        begin, _, name, index, tensor = place
+        still = [each for each in still if each[1] > begin]
+        for _, _, other, at, each in still:
+            if name in _READ and other in _READ:
+                continue
+            one = tensor.data_ptr() == each.data_ptr() and tensor.stride() == each.stride()
+            allowed = one and at == index and "gradients" in (name, other)
+            if not allowed and meet(tensor, each):
+                both = sorted(((other, at), (name, index)), key=lambda named: order.index(named[0]))
+                names = [what if what == "rows" else f"{what}[{i}]" for what, i in both]
+                raise ValueError(
+                    f"{names[0]} and {names[1]} share memory, and {names[1]} changes in place: "
+                    f"pass a clone, or each number once"
+                )
+        still.append(place)
 
 
 def check_alike(first: Sequence[Tensor], second: Sequence[Tensor], names: str) -> None:
@@ -184,7 +231,7 @@ def check_orthonormal(rows: Tensor, vectors: Tensor, dimensions: int) -> None:
     """Rows of the vectors' own float dtype: Gram-Schmidt cannot work against rounded ones."""
     check_basis(rows, None, None)
     check_vectors(rows, vectors)
-    check_in_place(vectors)
+    check_in_place(vectors, rows)
     if rows.dtype != vectors.dtype:
         raise TypeError(
             f"Gram-Schmidt needs rows of the vectors' dtype; got {rows.dtype} and {vectors.dtype}"

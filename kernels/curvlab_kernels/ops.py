@@ -65,7 +65,7 @@ def apply_(
     """``g -= M' c`` in place; ``coefficients`` float64, ``(m,)`` or ``(b, m)``."""
     checks.check_basis(rows, None, scales)
     checks.check_vectors(rows, vectors)
-    checks.check_in_place(vectors)
+    checks.check_in_place(vectors, rows)
     checks.check_coefficients(rows, coefficients, vectors.shape[:-1])
     _kernels(rows).apply_(rows, coefficients, vectors, scales)
 
@@ -76,7 +76,7 @@ def project_(
     """``g -= M' G^-1 M g`` in place; returns what was subtracted, ``G^-1 M g``, float64."""
     checks.check_basis(rows, factor, scales)
     checks.check_vectors(rows, vectors)
-    checks.check_in_place(vectors)
+    checks.check_in_place(vectors, rows)
     removed: Tensor = _kernels(rows).project_(rows, vectors, factor, scales)
     return removed
 
@@ -90,7 +90,7 @@ def project_list_(
     """:func:`project_` on tensors of any shapes, seen as one vector in their order, in place."""
     checks.check_basis(rows, factor, scales)
     checks.check_list(rows, tensors, "tensors")
-    checks.check_once(tensors, "tensors")
+    checks.check_apart(rows, tensors=tensors)
     removed: Tensor = _kernels(rows).project_list_(rows, tensors, factor, scales)
     return removed
 
@@ -118,7 +118,7 @@ def sgd_step_(
         checks.check_alike(parameters, momenta, "parameters and momenta")
     elif hyper[2] != 0.0:
         raise ValueError(f"momentum={momentum} needs momenta: one tensor of zeros per parameter")
-    checks.check_once([*parameters, *momenta], "parameters and momenta")
+    checks.check_apart(rows, gradients, parameters=parameters, momenta=momenta)
     removed: Tensor = _kernels(rows).sgd_step_(
         rows, parameters, gradients, momenta, *hyper, factor, scales
     )
