@@ -403,7 +403,7 @@ def test_a_row_of_the_basis_is_not_projected_in_place_nor_a_rate_that_is_no_numb
     basis.extend(draw(generator, 3, 50))
     row, given, slope = basis.store.whole[0][1, :50], draw(generator, 50), draw(generator, 50)
     before, kept = basis.store.whole[0].clone(), given.clone()
-    with pytest.raises(ValueError, match="rows and the vector .* share memory"):
+    with pytest.raises(ValueError, match=r"rows and the vector .* share memory"):
         basis.project_out_(row)
     with pytest.raises(ValueError, match=r"rows and parameters\[0\] share memory"):
         basis.sgd_step_([row], [slope], [], 0.1)
