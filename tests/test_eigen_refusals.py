@@ -8,7 +8,7 @@ import torch
 from curvlab.basis import Basis
 from curvlab.eigen import Certify, Checkpoint, NotConvergedError, Room, block_lanczos, lanczos
 from curvlab.operators import FromFunction
-from curvlab.probe import OperatorError
+from curvlab.probe import Certificate, OperatorError
 from tests.dense_truth import rotated
 
 N = 120
@@ -306,6 +306,38 @@ def test_operators_whose_squares_are_not_numbers_are_solved_as_any_other(scale, 
         rest = pairs.vectors @ A - (pairs.values / scale)[:, None] * pairs.vectors
         assert bool((pairs.residuals / scale >= rest.norm(dim=1) - 1e-14).all())
         assert bool((pairs.residuals <= 1e-8 * pairs.values.abs()).all())
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+@pytest.mark.parametrize("room", [None, Room(rows=12)])
+def test_float32_matrices_whose_squares_are_not_float32_are_solved_as_any_other(room, kept):
+    signs = torch.randn(N, generator=torch.Generator().manual_seed(1)).sign().double()
+    matrix, deflate = rotated(signs).float(), torch.eye(kept, N)
+    made = set()
+    for exponent in (0, 50, 62, 83, 120, -66, -100):
+        pairs = lanczos(matrix * 2.0**exponent, 1, which="SA", tol=1e-2, room=room, seed=3,
+                        deflate=deflate, dense=False)  # fmt: skip
+        assert pairs.complete
+        assert abs(float(pairs.values[0]) / 2.0**exponent + 1.0) < 1e-5
+        made.add(pairs.matvecs)
+    assert len(made) == 1
+
+
+def test_a_search_ends_where_products_are_known_to_be_all_error():
+    """Every chain finds something then, and leaves a row that no product makes superfluous."""
+    generator = torch.Generator().manual_seed(1)
+    q = torch.linalg.qr(torch.randn(N, N, generator=generator, dtype=torch.float64)).Q
+    signs = torch.randn(N, generator=generator, dtype=torch.float64).sign()
+    matrix = ((q * signs) @ q.T).float()
+    kept = torch.linalg.qr(q[:, :3] + 0.1 * q[:, 5:8]).Q.T.float().contiguous()
+    operator = FromFunction(lambda v: matrix @ v, N)
+    operator.certificate = Certificate(0.0, 0.0, 1.0, 1.0, 0)
+    for room, reason in ((None, "budget"), (Room(rows=12), "no room")):
+        pairs = lanczos(operator, 1, which="SA", tol=1e-2, room=room, deflate=kept, seed=3,
+                        dense=False, progress=False)  # fmt: skip
+        assert not pairs.complete
+        assert reason in pairs.reason
+        assert pairs.matvecs <= 3 * N
 
 
 def test_an_asymmetric_operator_is_refused_at_any_scale():
