@@ -323,23 +323,6 @@ def test_float32_matrices_whose_squares_are_not_float32_are_solved_as_any_other(
     assert len(made) == 1
 
 
-def test_a_search_ends_where_products_are_known_to_be_all_error():
-    """Every chain finds something then, and leaves a row that no product makes superfluous."""
-    generator = torch.Generator().manual_seed(1)
-    q = torch.linalg.qr(torch.randn(N, N, generator=generator, dtype=torch.float64)).Q
-    signs = torch.randn(N, generator=generator, dtype=torch.float64).sign()
-    matrix = ((q * signs) @ q.T).float()
-    kept = torch.linalg.qr(q[:, :3] + 0.1 * q[:, 5:8]).Q.T.float().contiguous()
-    operator = FromFunction(lambda v: matrix @ v, N)
-    operator.certificate = Certificate(0.0, 0.0, 1.0, 1.0, 0)
-    for room, reason in ((None, "budget"), (Room(rows=12), "no room")):
-        pairs = lanczos(operator, 1, which="SA", tol=1e-2, room=room, deflate=kept, seed=3,
-                        dense=False, progress=False)  # fmt: skip
-        assert not pairs.complete
-        assert reason in pairs.reason
-        assert pairs.matvecs <= 3 * N
-
-
 def test_an_asymmetric_operator_is_refused_at_any_scale():
     skew = torch.zeros(N, N, dtype=torch.float64)
     skew[0, 1] = 0.5
