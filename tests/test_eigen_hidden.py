@@ -143,3 +143,31 @@ def test_an_eigenvalue_that_is_just_emerging_is_not_missed_at_a_loose_tolerance(
     assert pairs.complete
     found, places = pairs.values.abs().sort(descending=True)
     assert ((values[:40].abs() - found).abs() <= pairs.tolerances[places] + pairs.floor).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("which", ["LM", "LA"])
+@pytest.mark.parametrize("relative_to", ["value", "norm"])
+def test_a_wanted_value_of_zero_is_a_boundary_as_any_other(relative_to, which, dtype):
+    """The start is orthogonal to a value below half of the others: nothing shows it but a chain."""
+    values = torch.zeros(500, dtype=dtype)
+    values[:2], values[7] = torch.tensor([10.0, 5.0]), 2.4
+    units = torch.eye(500, dtype=dtype)[[0, 1, 9]]
+    for start in (units, units.sum(0)):
+        for hidden in (2.4, 0.4, 0.04):
+            values[7] = hidden
+            pairs = lanczos(Diagonal(values, dtype), 3, which=which, relative_to=relative_to,
+                            v0=start, dense=False)  # fmt: skip
+            assert pairs.complete
+            assert abs(float(pairs.values[2]) - hidden) <= float(pairs.tolerances[2]) + pairs.floor
+
+
+@pytest.mark.parametrize("relative_to", ["value", "norm"])
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_zeros_among_the_wanted_cost_no_more_than_their_number(rank, relative_to):
+    values = torch.zeros(400, dtype=torch.float64)
+    values[:rank] = torch.arange(rank, 0.0, -1.0)
+    for matrix in (symmetric(values, rank), symmetric(values, rank).float()):
+        pairs = lanczos(matrix, 10, relative_to=relative_to, dense=False)
+        assert pairs.complete
+        assert pairs.matvecs <= 12

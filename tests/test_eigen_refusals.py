@@ -8,7 +8,7 @@ import torch
 from curvlab.basis import Basis
 from curvlab.eigen import Certify, Checkpoint, NotConvergedError, Room, block_lanczos, lanczos
 from curvlab.operators import FromFunction
-from curvlab.probe import OperatorError
+from curvlab.probe import Certificate, OperatorError, usual_limit
 from tests.dense_truth import rotated
 
 N = 120
@@ -308,6 +308,21 @@ def test_operators_whose_squares_are_not_numbers_are_solved_as_any_other(scale, 
         assert bool((pairs.residuals <= 1e-8 * pairs.values.abs()).all())
 
 
+@pytest.mark.parametrize("kept", [0, 3])
+@pytest.mark.parametrize("room", [None, Room(rows=12)])
+def test_float32_matrices_whose_squares_are_not_float32_are_solved_as_any_other(room, kept):
+    signs = torch.randn(N, generator=torch.Generator().manual_seed(1)).sign().double()
+    matrix, deflate = rotated(signs).float(), torch.eye(kept, N)
+    made = set()
+    for exponent in (0, 50, 62, 83, 120, -66, -100):
+        pairs = lanczos(matrix * 2.0**exponent, 1, which="SA", tol=1e-2, room=room, seed=3,
+                        deflate=deflate, dense=False)  # fmt: skip
+        assert pairs.complete
+        assert abs(float(pairs.values[0]) / 2.0**exponent + 1.0) < 1e-5
+        made.add(pairs.matvecs)
+    assert len(made) == 1
+
+
 def test_an_asymmetric_operator_is_refused_at_any_scale():
     skew = torch.zeros(N, N, dtype=torch.float64)
     skew[0, 1] = 0.5
@@ -344,6 +359,40 @@ def test_a_start_that_the_operator_takes_to_zero_is_no_sign_of_drift():
         start[-1] = 1.0
         operator = FromFunction(lambda vector: values * vector, n)
         assert lanczos(operator, 5, v0=start, progress=False).complete
+
+
+@pytest.mark.parametrize("solver", [partial(lanczos, dense=False), partial(block_lanczos, block=2)])
+@pytest.mark.parametrize("given", ["matrix", "function"])
+@pytest.mark.parametrize("kept", [0, 1])
+def test_starts_of_which_the_operator_leaves_rounding_are_no_sign_of_asymmetry(given, kept, solver):
+    values = torch.zeros(400, dtype=torch.float64)
+    values[:5] = torch.tensor([5.0, 4.0, 3.0, -2.0, 1.0])
+    matrix = rotated(values)
+    columns = torch.linalg.eigh(matrix).eigenvectors
+    null = columns[:, 1:-4].T.float().contiguous()
+    matrix = matrix.float()
+    operator = matrix if given == "matrix" else FromFunction(lambda v: v @ matrix, 400, blocks=True)
+    deflate = columns[:, -kept:].T.float().contiguous() if kept else None
+    for seed in range(5):
+        for count in (1, 2, 12):
+            pairs = solver(operator, 3, v0=null[-count:], deflate=deflate, seed=seed)
+            assert pairs.complete
+            torch.testing.assert_close(pairs.values, values[kept : kept + 3], rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("skewed", [0.003, 0.1])
+def test_asymmetry_is_refused_from_a_start_that_the_operator_takes_to_zero(skewed):
+    """Where only the solve can see it: the certificate is another operator's."""
+    values = torch.zeros(400, dtype=torch.float64)
+    values[:50] = torch.linspace(5.0, 1.0, 50)
+    matrix = rotated(values)
+    null = torch.linalg.eigh(matrix).eigenvectors[:, :2].T.float().contiguous()
+    noise = torch.randn(400, 400, generator=torch.Generator().manual_seed(2)).double() / 20.0
+    wrong = (matrix + skewed * noise @ matrix).float()  # takes to zero what the matrix does
+    operator = FromFunction(lambda v: v @ wrong.T, 400)
+    operator.certificate = Certificate(0.0, 0.0, 0.0, usual_limit(torch.float32, 400), 0)
+    with pytest.raises(OperatorError, match="disagree"):
+        block_lanczos(operator, 3, v0=null, block=2)
 
 
 @pytest.mark.parametrize("certify", [True, False, Certify(explicit=True)])

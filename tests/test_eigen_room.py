@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from curvlab.eigen import Certify, Room, block_lanczos, lanczos
+from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import check_start, request
 from curvlab.eigen.room import solve_bytes
@@ -181,3 +182,23 @@ def test_copies_are_missed_in_chains_of_few_rows_no_more_often_than_the_doubt_sa
         assert pairs.complete
         missed += not torch.allclose(pairs.values, wanted, rtol=2e-3)
     assert missed <= 0.05 * 60
+
+
+@pytest.mark.parametrize("rows", [12, 16])
+def test_a_chain_without_room_for_what_it_would_bring_back_is_not_begun(rows):
+    """Chains that find something leave more frontier rows than there is room for beside one."""
+    products = Products(diagonal(torch.ones(N)), None)
+    solver = Solver(products, request(products, 1, room=Room(rows=rows)), products.probe(0))
+    solver.start(None)
+    while solver._add_random() and solver.krylov.size < rows - 1:
+        pass
+    while solver.outcome is None:
+        solver.step()
+    assert solver.outcome is Outcome.NOT_EXCLUDED
+    assert "no room" in solver.reason
+
+
+def test_a_search_with_a_basis_of_the_whole_space_has_a_budget_too():
+    products = Products(diagonal(torch.ones(60)), None)
+    assert request(products, 1).max_products <= 3 * 60 + 10
+    assert request(products, 1, max_products=700).max_products == 700

@@ -155,9 +155,8 @@ def _rest(pairs: "Eigenpairs", semidefinite: bool) -> tuple[float, float]:
     if len(pairs) == pairs.n:
         return 0.0, 0.0
     if pairs.complete and len(pairs):
-        slack = (pairs.tolerances + pairs.residuals).cpu()
-        values = pairs.values.cpu()
-        for edge in edges(values, slack, pairs.which, floor=pairs.floor, norm=pairs.norm):
+        slack = (pairs.tolerances + pairs.residuals).clamp_min(pairs.floor).cpu()
+        for edge in edges(pairs.values.cpu(), slack, pairs.which):
             # an eigenvalue beyond the last found by less than the slack may have been left out
             if edge.side > 0:
                 high = min(high, edge.point)

@@ -23,7 +23,16 @@ def require_rounding(products: Products, krylov: Krylov, limit: float, seed: int
         limit: Relative error of a product that needs no explanation.
         seed: Of the mixture of rows that is multiplied.
     """
-    if krylov.error <= limit * krylov.norm or krylov.asymmetry <= RAGGED * krylov.ragged:
+
+    def explained() -> bool:
+        return krylov.error <= limit * krylov.norm or krylov.asymmetry <= RAGGED * krylov.ragged
+
+    if explained():
+        return
+    # A start that the operator takes to zero shows nothing of its norm, and rounding is a share of
+    # that: a random vector does.
+    krylov.norm = max(krylov.norm, _random_length(products, seed))
+    if explained():
         return
     generator = torch.Generator().manual_seed(seed + 11)
     m = krylov.multiplied
@@ -43,6 +52,16 @@ def require_rounding(products: Products, krylov: Krylov, limit: float, seed: int
             f"{krylov.rounding / krylov.norm:.1e}: it is not symmetric, or it changes between "
             "products (parameters updated, dropout, a reshuffling loader)"
         )
+
+
+def _random_length(products: Products, seed: int) -> float:
+    """``||P A z||`` for a random unit vector ``z`` in the range of ``P``."""
+    generator = torch.Generator().manual_seed(seed + 13)
+    z = products.space.normal(generator, products.dtype).to(products.device)
+    products.project_out_(z)
+    image = torch.empty_like(z)
+    products.into(z.div_(products.space.norm(z)), image)
+    return float(products.space.norm(image))
 
 
 def rounding(products: Products, vectors: Tensor, limit: float) -> Tensor:

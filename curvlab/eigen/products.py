@@ -96,7 +96,10 @@ class Products:
         self.exponent = certificate.exponent if self.near_one else 0
         if isinstance(self.operator, Dense):  # not probed; its sums are rounded nevertheless
             near = brought_near(self.operator.matrix, self.exponent)
-            self._summed = self.eps / 2 * float(torch.linalg.vector_norm(near))
+            frobenius = torch.linalg.vector_norm(
+                near, dtype=torch.float64
+            )  # squares: not float32's
+            self._summed = self.eps / 2 * float(frobenius)
 
     def rounding(self, norm: float) -> float:
         """Norm of the error of a product with a unit vector, for an operator of this norm.

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvlab.checks import flag, inside, whole
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import RelativeTo
-from curvlab.eigen.room import Quota, Room, quota
+from curvlab.eigen.room import RESERVE, Quota, Room, quota
 from curvlab.eigen.selection import check_which
 from curvlab.probe import brought_near, far_exponent
 
@@ -132,9 +132,11 @@ def request(
     room = room or Room()
     given = quota(products, k, block, room, certify.copies)
     budget = product_budget(max_products, k)
-    if max_products is None and given.search < products.room:
-        # No more than the whole matrix takes; a basis of the whole space needs no limit for that.
-        budget = min(budget, products.room)
+    if max_products is None:
+        # No more than the whole matrix takes. Where a basis of the whole space fits, that ends the
+        # search, and chains that are forgotten may take as many again.
+        whole_space = given.search >= products.room
+        budget = min(budget, 2 * (products.room + RESERVE) if whole_space else products.room)
     if certify.explicit and budget <= k:
         raise ValueError(
             f"max_products={budget} leaves none for the search: Certify(explicit=True) takes {k}"

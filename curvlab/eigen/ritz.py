@@ -63,7 +63,7 @@ class Ritz:
 
     def edges(self, bounds: Bounds) -> list[Edge]:
         """Beyond which an eigenvalue would be a missed one."""
-        k, floor = self.request.k, bounds.floor
-        slack = (self.residuals[:k] + bounds.loss).clamp_min(floor)
+        k = self.request.k
+        slack = (self.residuals[:k] + bounds.loss).clamp_min(bounds.floor)
         slack = torch.maximum(self.asked(bounds), slack)
-        return edges(self.values[:k], slack, self.request.which, floor=floor, norm=bounds.norm)
+        return edges(self.values[:k], slack, self.request.which)

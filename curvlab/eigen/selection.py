@@ -51,26 +51,17 @@ class Edge:
     slack: float = 0.0
 
 
-def edges(values: Tensor, slack: Tensor, which: str, *, floor: float, norm: float) -> list[Edge]:
+def edges(values: Tensor, slack: Tensor, which: str) -> list[Edge]:
     """Where an eigenvalue would have to lie to belong among the wanted ``values`` ``(k,)``.
-
-    A value that is zero to the operator's precision is no boundary that anything could be compared
-    with. Then the boundary is half of the smallest wanted value that is not zero, or a thousandth
-    of ``norm`` if there is none.
 
     Args:
         values: In the order of :func:`order`.
         slack: Shape ``(k,)``; moves the points outwards, so that ties with the last value are free.
-        floor: Magnitude up to which a value is zero to the operator's precision.
-        norm: Of the operator.
     """
 
     def edge(wanted: Tensor, side: int, allowance: Tensor) -> Edge:
         last, room = float(wanted[-1]), float(allowance[-1])
-        if abs(last) > floor:
-            return Edge(last + side * room, side, room)
-        beyond = side * wanted[side * wanted > floor]
-        return Edge(side * (float(beyond.min()) / 2 if len(beyond) else 1e-3 * norm), side)
+        return Edge(last + side * room, side, room)
 
     if which == "LM":
         above = edge(values.abs(), 1, slack)

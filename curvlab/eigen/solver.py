@@ -237,6 +237,15 @@ class Solver:
     def _begin_chain(self, ritz: Ritz) -> None:
         """Set the frontier aside and start a chain from a random row orthogonal to what is left."""
         krylov, k = self.krylov, self.request.k
+        # Each chain that finds something leaves a frontier row more. What is aside comes back, so
+        # beside it and the pairs there must be room for a chain's row and its product.
+        if k + krylov.frontier + len(krylov.aside) + 2 > krylov.rows.capacity:
+            self.finish(
+                Outcome.NOT_EXCLUDED,
+                f"converged, but beside {krylov.frontier + len(krylov.aside)} rows that were found "
+                "there was no room to exclude that an eigenvalue or a copy was missed",
+            )
+            return
         krylov.set_aside()
         most = krylov.rows.capacity - self.request.quota.reserve - len(krylov.aside)
         if krylov.multiplied > most:
