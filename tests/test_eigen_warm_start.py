@@ -20,7 +20,9 @@ def trained(steps, lr, model, data):
 
 @pytest.mark.parametrize("lr", [0.002, 0.05])
 @pytest.mark.parametrize(("k", "tol"), [(5, 1e-2), (10, 1e-3)])
-def test_rows_of_earlier_eigenvectors_cost_no_more_than_a_cold_start_but_for_one_product(k, tol, lr):
+def test_rows_of_earlier_eigenvectors_cost_no_more_than_a_cold_start_but_for_one_product(
+    k, tol, lr
+):
     """The one was seen: 36 against 35 on one kind of processor, for rows that had moved far.
 
     There the start is the sum of the rows, as good as a random vector but not better.
