@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from curvlab.eigen import Certify, Room, block_lanczos, lanczos
+from curvlab.eigen.finish import eigenpairs
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import check_start, request
-from curvlab.eigen.room import solve_bytes
+from curvlab.eigen.room import PASSING, solve_bytes
 from curvlab.eigen.solver import Solver
 from curvlab.operators import FromFunction
 from curvlab.operators.products.sizing import LiveBytes
@@ -72,6 +73,25 @@ def test_a_result_is_made_without_a_copy_of_it():
         space.canonical_signs_(vectors)
     assert live.peak < vectors.nbytes / k
     assert bool((vectors.gather(1, vectors.abs().argmax(1, keepdim=True)) > 0).all())
+
+
+@pytest.mark.parametrize("certify", [True, False, Certify(explicit=True)], ids=str)
+def test_the_last_check_and_the_result_take_what_was_planned(certify, tmp_path):
+    n, k = 1_000_000, 3
+    values = torch.linspace(0, 1, n)
+    values[:4] = torch.tensor([9.0, -7.0, 5.0, 4.0])
+    products = Products(diagonal(values), None)
+    asked = request(products, k, room=Room(rows=14, file=tmp_path / "rows"), certify=certify)
+    solver = Solver(products, asked, products.probe(0))
+    solver.start(None)
+    while solver.outcome is None:
+        solver.step()
+    made = products.count
+    with LiveBytes() as live:
+        pairs = eigenpairs(solver, began=0.0, method="lanczos")
+    assert bool(pairs.converged.all())
+    assert products.count > made  # the check was made
+    assert live.peak <= (k + PASSING) * 4 * n + 8 * (1 << 20)
 
 
 def test_bytes_hold_rows_result_and_what_is_in_the_making():

@@ -12,6 +12,7 @@ import time
 import torch
 from torch import Tensor
 
+from curvlab.eigen.krylov import Krylov
 from curvlab.eigen.noise import rounding
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products, orthogonality
@@ -20,6 +21,9 @@ from curvlab.eigen.result import Eigenpairs, Judgement, judge, tolerances
 from curvlab.eigen.ritz import Ritz
 from curvlab.eigen.solver import Solver
 from curvlab.probe import RAGGED, OperatorError
+from curvlab.rows import Space
+
+PIECE = 1 << 20  # elements taken to float64 at a time
 
 
 def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
@@ -123,11 +127,25 @@ def _true_residual(solver: Solver, vector: Tensor, value: float) -> float:
     products, norm = solver.products, solver.krylov.norm
     image = torch.empty_like(vector)
     products.into(vector, image)
-    length = float(products.space.norm(image.double() - value * vector.double()))
+    length = _distance(image, vector, value, products.space)
     if not length < float("inf"):
         raise OperatorError("the operator returned NaN or infinity when a result was checked")
     work_eps = float(torch.finfo(products.dtype).eps)
     return length + products.rounding(norm) + 2.0 * work_eps * max(abs(value), length)
+
+
+def _distance(image: Tensor, vector: Tensor, value: float, space: Space) -> float:
+    """``|image - value vector|``, in float64 without a copy of either."""
+    squares = torch.zeros((), dtype=torch.float64, device=image.device)
+    for part, other in zip(image.split(PIECE), vector.split(PIECE), strict=True):
+        squares += (part.double() - value * other.double()).square().sum()
+    return float(space.total(squares).sqrt())
+
+
+def _combined(krylov: Krylov, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """One combination ``(width,)`` of rows; no row is read after the last with a weight."""
+    used = int(weights.nonzero().max()) + 1 if bool(weights.any()) else 1
+    return krylov.rows.combine(weights[:used, None], dtype)[0]
 
 
 def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
@@ -148,22 +166,20 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     else:
         generator = torch.Generator().manual_seed(solver.request.seed + 7)
         weights = ritz.mixing[:, :k] @ torch.randn(k, generator=generator, dtype=torch.float64)
-    both = torch.zeros(size, 2, dtype=torch.float64)  # the mixture, and its product as it is known
-    both[:m, 0] = weights
-    both[:, 1] = krylov.coupling[:size, :m] @ weights
-    used = int(both.any(1).nonzero().max()) + 1  # the oldest row's product is in the first two
-    mixed, expected = krylov.rows.combine(both[:used], torch.float64)
-    for held, share in zip(krylov.aside.rows, krylov.aside.coupling[:, :m] @ weights, strict=True):
-        expected.add_(held, alpha=float(share))
-    mixture = mixed.to(products.dtype)
+    mixture = _combined(krylov, weights, products.dtype)
     image = torch.empty_like(mixture)
     products.into(mixture, image)
-    difference = float(products.space.norm(image.double() - expected))
+    # After the product: the operator has its own vectors meanwhile.
+    expected = _combined(krylov, krylov.coupling[:size, :m] @ weights, torch.float64)
+    for held, share in zip(krylov.aside.rows, krylov.aside.coupling[:, :m] @ weights, strict=True):
+        expected.add_(held, alpha=float(share))
+    known = float(products.space.norm(expected))
+    difference = float(products.space.norm(expected.sub_(image)))
+    del expected, image
     length = float(weights.norm())
     if solver.request.certify.copies:
         # The operator may leave little of the oldest row, and rounds what it leaves: a change is a
         # share of that.
-        known = float(products.space.norm(expected))
         if known <= 10.0 * krylov.breakdown(krylov.norm):
             return
         rounded = solver.bounds.floor if krylov.restarts else 8.0 * products.eps * known
