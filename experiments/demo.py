@@ -99,7 +99,8 @@ def _listed(pairs: Eigenpairs) -> Metrics:
 
 def tables(config: Config, metrics: BySeed) -> list[Table]:
     what = f"{len(config.angles)} rotations of {config.train} embedded images"
-    lost = Table("demo", f"forgetting and accuracy, {what}", ("E(3)", "a(3)", "a_tt"))
+    said = "E(3): forgetting; a(3): accuracy at the end; a_tt: on each task, just learned"
+    lost = Table("demo", f"{said}; {what}", ("E(3)", "a(3)", "a_tt"))
     for rate in RATES:
         for name in NAMES:
             group, row = [one[rate][name] for one in metrics.values()], f"{rate} rate, {name}"

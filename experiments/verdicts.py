@@ -101,13 +101,13 @@ def ordered(
     rows = [_differences(lower, higher) for lower, higher in pairs]
     seeds = set.intersection(*(set(row) for row in rows)) if rows else set()
     shown = "; ".join(
-        f"{brief(_mean(lower, row))} < {brief(_mean(higher, row))}?" if row else "none"
+        _compared(_mean(lower, row), _mean(higher, row)) if row else "none"
         for (lower, higher), row in zip(pairs, rows, strict=True)
     )
     if guard or not seeds:
         return Claim(says, "not tested", guard or shown or "nothing measured", reading)
     agreeing = sum(all(row[seed] > 0.0 for row in rows) for seed in seeds)
-    measured = f"{shown} in {agreeing} of {len(seeds)} seeds"
+    measured = f"{shown}; the order claimed in {agreeing} of {len(seeds)} seeds"
     return Claim(says, _together([_side(list(row.values())) for row in rows]), measured, reading)
 
 
@@ -163,6 +163,10 @@ def _differences(lower: Values, higher: Values) -> dict[int, float]:
 
 def _mean(values: Values, seeds: Mapping[int, float]) -> float:
     return statistics.fmean(values[seed] for seed in seeds)
+
+
+def _compared(low: float, high: float) -> str:
+    return f"{brief(low)} {'<' if low < high else '≥'} {brief(high)}"
 
 
 def _side(differences: Sequence[float]) -> str:

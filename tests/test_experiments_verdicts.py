@@ -37,8 +37,10 @@ def test_an_order_beyond_its_spread_agrees_or_disagrees_and_counts_the_seeds():
     low, high = values(1.0, 1.1, 0.9, 1.0, 1.0), values(2.0, 2.2, 1.9, 2.1, 0.95)
     claim = ordered("an order", [(low, high)])
     assert claim.verdict == "agree"
-    assert claim.measured.endswith("in 4 of 5 seeds")
-    assert ordered("an order", [(high, low)]).verdict == "disagree"
+    assert claim.measured == "1 < 1.83; the order claimed in 4 of 5 seeds"
+    other = ordered("an order", [(high, low)])
+    assert other.verdict == "disagree"
+    assert other.measured == "1.83 ≥ 1; the order claimed in 1 of 5 seeds"
 
 
 def test_an_order_within_its_spread_is_undecided_and_so_is_one_seed():

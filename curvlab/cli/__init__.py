@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _explain(options, str(error), USAGE)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
-        return _explain(options, first[0], PROBLEM)
+        return _explain(options, ". ".join([first[0], *getattr(error, "__notes__", ())]), PROBLEM)
 
 
 def _explain(options: Namespace, message: str, code: int) -> int:

@@ -24,7 +24,9 @@ def eig(parser: ArgumentParser) -> None:
         help="all eigenvalues beyond T, for example 2 / lr, in place of a number of pairs",
     )
     _search(parser)
-    parser.add_argument("--max-products", type=whole(1), help="most products (no limit)")
+    parser.add_argument(
+        "--max-products", type=whole(1), metavar="N", help="most products (no limit)"
+    )
     parser.add_argument("--deflate", metavar="FILE", help="leave out a saved basis or eigenpairs")
     _output(parser, "eig.safetensors")
 
@@ -219,8 +221,9 @@ def _model(parser: ArgumentParser) -> None:
         "--mode",
         action="append",
         choices=("eval", "frozen-masks", "batch-statistics"),
-        help="what to do with dropout and BatchNorm in train mode, and with a loss that draws "
-        "numbers (frozen-masks); may be given twice",
+        help="eval turns dropout and batch statistics off; frozen-masks repeats the same random "
+        "numbers in every product; batch-statistics keeps BatchNorm as in training; may be given "
+        "twice (none: what depends on such a choice is refused)",
     )
     group.add_argument("--dtype", choices=DTYPES, help="what to compute in (the parameters' own)")
     group.add_argument(

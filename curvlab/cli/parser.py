@@ -67,10 +67,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         near = get_close_matches(first, VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         parser.error(f"there is no verb {first!r}{hint} The verbs are {', '.join(VERBS)}")
-    options = parser.parse_args(given)
+    options, unknown = parser.parse_known_args(given)
     if options.verb is None:
         parser.print_help()
         parser.exit(2)
+    if unknown:
+        parser.prog = f"curvlab {options.verb}"  # whose help lists what there is
+        names = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        near = get_close_matches(unknown[0], names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        parser.error(f"{unknown[0]!r} is not understood{hint}")
     options.arguments = list(arguments)
     options.progress = False if options.quiet else None  # None shows it on a terminal only
     return options

@@ -45,7 +45,7 @@ def doctor(
     if dtype is not None:
         settled = {"mixed dtypes", "half precision"}
         findings = [
-            Finding(f.trap, f.what, f"nothing: dtype={dtype} does it", level=f.level)
+            Finding(f.trap, f.what, f"none needed: dtype={dtype} does it", level=f.level)
             if f.trap in settled
             else f
             for f in findings

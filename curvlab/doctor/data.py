@@ -47,7 +47,7 @@ def _contents(batches: Batches, device: torch.device) -> Iterator[Finding]:
         yield Finding(
             "shuffling loader",
             "the DataLoader gives the same samples in another order each time",
-            "nothing: they are read once, in the data set's own order, and kept",
+            "none needed: they are read once, in the data set's own order, and kept",
         )
     for sizes in batches.sizes:
         if sizes is None:
@@ -62,7 +62,7 @@ def _contents(batches: Batches, device: torch.device) -> Iterator[Finding]:
                 "partial batches",
                 f"batches have {min(sizes)} to {max(sizes)} samples: the mean of their means would "
                 "weigh the short ones too much",
-                "nothing: the mean is over samples",
+                "none needed: the mean is over samples",
             )
     everything = [tensor for batch in batches.joined for tensor in tensors(batch)]
     floats = [tensor for tensor in everything if tensor.is_floating_point()]
@@ -79,6 +79,6 @@ def _contents(batches: Batches, device: torch.device) -> Iterator[Finding]:
         yield Finding(
             "data on another device",
             f"data are on {', '.join(sorted(elsewhere))}, the model on {device}",
-            "nothing: data are moved once, when the operator is made",
+            "none needed: data are moved once, when the operator is made",
             level="slow",
         )

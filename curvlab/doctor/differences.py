@@ -53,7 +53,7 @@ def _inside(dtype: torch.dtype, what: str) -> Finding:
     return Finding(
         "loss computed in " + str(dtype).removeprefix("torch."),
         f"the model computes its loss in {dtype} inside, also where it is given float64: {what}",
-        "nothing: limits are set from that precision; dtype=torch.float64 brings no more digits",
+        "none needed: limits follow that precision; dtype=torch.float64 brings no more digits",
     )
 
 

@@ -22,7 +22,7 @@ def look(model: nn.Module, policies: frozenset[str]) -> Iterator[Finding]:
         yield Finding(
             "wrapped model",
             f"the model is wrapped in {type(model).__name__}, whose second derivatives raise",
-            "nothing: the module inside is used; results carry its parameter names",
+            "none needed: the module inside is used; results carry its parameter names",
         )
     yield from _train_mode(inner, policies)
     yield from _layers(inner)
@@ -79,7 +79,7 @@ def fused_attention(where: str) -> Finding:
     return Finding(
         "fused attention",
         f"{where} no second derivative; the written-out one keeps heads x tokens x tokens numbers",
-        "nothing; budget= or smaller chunks if memory is short",
+        "none needed; budget= or smaller chunks if memory is short",
         level="slow",
     )
 
@@ -94,7 +94,7 @@ def _layers(model: nn.Module) -> Iterator[Finding]:
             "fused recurrent layer",
             f"{_some(recurrent)} ha{'s' if len(recurrent) == 1 else 've'} no second derivative in "
             "its fused kernels",
-            "nothing: the unfused ones are used",
+            "none needed: the unfused ones are used",
             level="slow",
         )
 
@@ -117,7 +117,7 @@ def _parameters(model: nn.Module) -> Iterator[Finding]:
         yield Finding(
             "tied parameters",
             f"{_some(tied)} share{_s(tied)} memory with a parameter of another name",
-            "nothing: it is one block of the vector, under its first name",
+            "none needed: it is one block of the vector, under its first name",
         )
     frozen = [n for n, p in named.items() if not p.requires_grad]
     if frozen and len(frozen) < len(named):

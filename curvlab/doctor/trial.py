@@ -96,7 +96,7 @@ def _seen(problem: Problem) -> Iterator[Finding]:
         yield Finding(
             "inputs written to",
             "the forward pass changes its inputs in place",
-            "nothing: it gets a copy every time",
+            "none needed: it gets a copy every time",
         )
     if problem.autocast:
         yield Finding(
@@ -115,7 +115,7 @@ def _seen(problem: Problem) -> Iterator[Finding]:
         yield Finding(
             "summed loss",
             "the loss adds up over samples: eigenvalues grow with the amount of data",
-            "nothing, if that is wanted",
+            "none, if that is wanted",
         )
 
 
@@ -137,7 +137,7 @@ def _derivatives(operator: Hessian) -> Iterator[Finding]:
                 "unused parameters",
                 f"{', '.join(unused[:3])}{' and more' if len(unused) > 3 else ''} did not affect "
                 "the loss of the first samples: their rows of the curvature are zero",
-                "nothing, or select= without them: vectors get shorter",
+                "none needed, or select= without them: vectors get shorter",
             )
     scale = float(torch.linalg.vector_norm(image) / torch.linalg.vector_norm(vector))
     if scale <= 1e-7:

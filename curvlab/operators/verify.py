@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from curvlab.batches import map_tensors, rows, sample_count, tensors
+from curvlab.batches import leaves, map_tensors, rows, sample_count, tensors
 from curvlab.operators.objective import Reduction
 from curvlab.operators.policy import arithmetic
 from curvlab.operators.products.blocks import REMEDY
@@ -130,8 +130,10 @@ def settle_whole(problem: "Problem", failure: Exception) -> None:
     problem.use_own_modules()  # whatever the failure left
     try:
         problem.value(batches[0], 0)
-    except Exception:  # the user's own error, not a matter of cutting
+    except Exception as error:  # the user's own error, not a matter of cutting
         _refuse_swapped(problem, batches[0])
+        given = " and ".join(_described(leaf) for leaf in leaves(batches[0]))
+        error.add_note(f"The model or the loss fails so on a batch of {given}: does data= fit?")
         raise
     said = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
     if len(batches) > 1:

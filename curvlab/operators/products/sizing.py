@@ -134,8 +134,9 @@ def chunk_size(samples: int, cost: Cost, budget: float) -> int:
     possible = [size for size in sizes | {1} if cost.peak(size) <= budget]
     if not possible:
         raise ValueError(
-            f"products with one sample need {cost.peak(1) / 2**20:.1f} MiB, the budget leaves "
-            f"{budget / 2**20:.1f} MiB: pass a larger budget=, or select fewer parameters"
+            f"products with one sample need {cost.peak(1) / 2**20:.1f} MiB; beside data, "
+            f"parameters and vectors the budget leaves {max(0.0, budget) / 2**20:.1f} MiB: "
+            "pass a larger budget=, or take fewer parameters with select="
         )
     return min(possible, key=lambda size: (seconds(size), -size))
 
