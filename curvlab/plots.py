@@ -76,7 +76,7 @@ def density(result: Density, *, width: float | None = None) -> Any:
 
     Args:
         result: From :func:`curvlab.spectral_density`.
-        width: Of the smoothing; see :meth:`curvlab.Density.curve`.
+        width: The width of the smoothing; see :meth:`curvlab.Density.curve`.
     """
     figure, axes = _axes()
     x, y = result.curve(800, width=width)
@@ -268,8 +268,9 @@ def contest(
     """Eigensolvers side by side: time with set-up and with the operator reused, fastest on top.
 
     Args:
-        times: For each the quantiles (20, 50, 80 %) with set-up, then reused.
-        products: For each.
+        times: The quantiles (20, 50, 80 %) of each solver with set-up, then with the operator
+            reused.
+        products: How many products each solver took.
         wrong: Names of those that missed the accuracy and so have no time.
     """
     _require(names, "contest needs at least one solver that is right", bool)

@@ -54,13 +54,13 @@ class Certificate:
     """Relative errors measured by :func:`probe`, and the limit that rounding explains.
 
     Attributes:
-        symmetry: The largest of three.
+        symmetry: The largest asymmetry of three pairs of vectors.
         repeatability: Measured where linearity fails; else linearity's, where noise would show at
             about the same size.
-        linearity: Of a mixture of three vectors.
+        linearity: How far the product of a mixture of three vectors is from that of their products.
         limit: Above which one of these fails: the usual limit, or ``RAGGED`` times the rounding of
             this operator where that had to be measured and is more.
-        products: Made to measure them.
+        products: How many were made to measure them.
         exponent: Power of two by which products are far from one: squares of their elements may not
             be numbers. 0 where they are near.
     """
@@ -142,7 +142,7 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
 
     Args:
         operator: Anything with ``n``, ``dtype``, ``device`` and ``@``.
-        seed: Of the random vectors; the global generator is not touched.
+        seed: The seed of the random vectors; the global generator is not touched.
         limit: Largest relative error accepted; by default what rounding can explain: a multiple of
             the epsilon of ``operator.dtype``, with room for products that sum over many samples, or
             the rounding measured.

@@ -96,7 +96,7 @@ def save_tensors(
     """Write ``tensors`` and ``manifest`` to ``path`` atomically; returns the path.
 
     Args:
-        path: Of the file; its folder is made if missing.
+        path: The path of the file; its folder is made if missing.
         kind: What the file holds (``"eigenpairs"``, ``"basis"``, ...); checked on load.
         tensors: Any of the dtypes in :data:`DTYPES`, on any devices.
         manifest: JSON-serialisable facts to keep with them.

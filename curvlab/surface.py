@@ -44,10 +44,11 @@ def landscape(
     """The objective of ``operator`` on a line or a plane through its parameters.
 
     Args:
-        operator: Of a model: a Hessian for the true second order, a GaussNewton for its own.
+        operator: A curvature of a model: a Hessian predicts the loss to second order, a GaussNewton
+            without the network's own curvature.
         directions: Rows ``(1, n)`` or ``(2, n)``, such as ``pairs.vectors[:2]``; or one ``(n,)``.
         radius: The largest multiple of a direction, up and down.
-        points: Per direction, odd, so that the middle is where the model is.
+        points: How many per direction: an odd number, so that the middle is where the model is.
     """
     if not isinstance(operator, Curvature):
         raise TypeError(

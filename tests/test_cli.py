@@ -337,6 +337,13 @@ def test_plan_profile_and_version(run):
     assert json.loads(out)["torch"] == str(torch.__version__)
 
 
+def test_a_network_with_batchnorm_is_profiled(run):
+    net = ("--model", "user.py:ResNet", "--data", "user.py:images", "--mode", "eval")
+    code, out, err = run("profile", *net, "--rows", 2, "--rounds", 1)
+    assert code == 0, err
+    assert "layer bases, energy 0.99" in out
+
+
 def test_half_of_a_verb_of_two_words_names_the_whole(run):
     code, _, err = run("bench")
     assert code == 2

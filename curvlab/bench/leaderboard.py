@@ -28,7 +28,7 @@ class Line:
 
     Attributes:
         problem: What the operator is: kind, sizes, digests of parameters and data.
-        unit: Of the times, ``gradients`` on the same data or ``seconds``.
+        unit: The unit of the times, ``gradients`` on the same data or ``seconds``.
         right: Whether every true residual is at most ``tol`` and no wanted pair is missing.
         residual: The largest true relative residual, by one product per pair.
         residual_at_defaults: The same at the solver's own settings for ``tol``.

@@ -38,11 +38,11 @@ class Watch:
         loss: As for :class:`curvlab.Hessian`.
         data: As for :class:`curvlab.Hessian`; read once, now.
         every: Steps between measurements; the first is at step 0.
-        tol: Of the sharpness, relative.
+        tol: The relative tolerance of the sharpness.
         probes: Products for the trace; 0 leaves it out.
         basis: Protected directions; reports which share of the path from here lies in them.
         log: Called with the figures and the step.
-        options: Of the Hessian; ``mode="eval"`` unless they say otherwise.
+        options: The options of the Hessian; ``mode="eval"`` unless they say otherwise.
 
     Attributes:
         tracker: The spectra so far; each solve starts from the one before.

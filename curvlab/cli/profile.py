@@ -148,7 +148,7 @@ def _stepping(
     model: nn.Module, gradient: Tensor, select: Any, memory: Basis | LayerBases | None
 ) -> tuple[Callable[[], Any], nn.Module, Any]:
     """A step of AdamW on a copy of the model, protected by ``memory`` if there is one."""
-    trained = copy.deepcopy(model).float()
+    trained = copy.deepcopy(model).float().eval()  # it only steps: no statistics may move
     chosen = select_parameters(trained, select)
     pieces = layout_of(chosen).unflatten(gradient.float())
     for parameter, piece in zip(chosen.values(), pieces, strict=True):

@@ -38,7 +38,7 @@ def require_free(
     """Raise unless ``path`` is absent, holds what is about to be written, or may be overwritten.
 
     Args:
-        kind: Of the file that is to be written.
+        kind: The kind of the file that is to be written.
         curvature: What it will be of; ``None`` if only the request is to be the same.
     """
     if options.overwrite or not path.exists():

@@ -40,7 +40,7 @@ class Divided:
     """Parameters as one vector in shards: this rank's pieces, and how to have some of them whole.
 
     Args:
-        layout: Of the whole parameters.
+        layout: The layout of the whole parameters.
         pieces: This rank's part of each, flat; many are empty.
         space: How their vector is divided.
 

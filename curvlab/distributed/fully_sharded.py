@@ -42,7 +42,7 @@ class FullySharded(Curvature):
     Attributes:
         n: Elements of a whole vector; ``@`` takes shards of ``vector_space.width``.
         vector_space: How vectors are divided, as :class:`curvlab.distributed.Shards`.
-        weight: Of this rank's samples in the whole.
+        weight: The weight of this rank's samples in the whole.
     """
 
     problem: ShardedProblem

@@ -41,9 +41,9 @@ class Traffic:
 
     Attributes:
         messages: Collective calls.
-        bytes: Of tensors, that this rank gave to the network. For gloo a test compares them with
-            the counters of a network device; headers come on top, about 2 kB per call and rank.
-            For nccl they are what its rings send, which nobody has compared.
+        bytes: The bytes of tensors that this rank gave to the network. For gloo a test compares
+            them with the counters of a network device; headers come on top, about 2 kB per call
+            and rank. For nccl they are what its rings send, which nobody has compared.
     """
 
     messages: int = 0
@@ -54,7 +54,7 @@ class Group:
     """Collectives over the ranks of a job; a single rank makes no calls at all.
 
     Attributes:
-        rank: Of this process.
+        rank: The rank of this process.
         size: How many ranks there are.
         traffic: What this rank has sent so far.
     """
@@ -226,7 +226,8 @@ def join(timeout: float = 600.0, backend: str | None = None) -> Iterator[Group]:
 
     Args:
         timeout: Seconds that a rank waits in a collective for the others.
-        backend: Of ``torch.distributed``; by default gloo for the CPU and nccl for CUDA tensors.
+        backend: The backend of ``torch.distributed``; by default gloo for CPU tensors and nccl for
+            CUDA tensors.
     """
     global _joined
     if dist.is_initialized():  # by the caller, who also ends it

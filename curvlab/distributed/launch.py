@@ -38,7 +38,7 @@ def launch(
         function: Importable by name, and what it takes and returns can be pickled.
         timeout: Seconds after which all processes are killed.
         patience: Seconds that a rank waits in a collective for the others (default ``timeout``).
-        threads: Of torch, in each process.
+        threads: How many threads torch uses in each process.
     """
     if ranks < 1:
         raise ValueError(f"launch needs at least one rank; got {ranks}")

@@ -49,7 +49,7 @@ class DataParallel(Operator):
         group: The ranks; by default those of the job.
 
     Attributes:
-        weight: Of this rank's part in the whole.
+        weight: The weight of this rank's part in the whole.
         piece: Elements of a piece of a product, if the sum of one vector's goes out in pieces.
         vector_space: Whole vectors, the same on every rank: solvers run on all ranks alike.
     """
@@ -166,7 +166,7 @@ class DataParallel(Operator):
         Args:
             block: One whole vector ``(1, n)``.
             target: Zeros ``(n,)``; the sums are made in its memory.
-            pieces: Of ``target``, in the order of the sums.
+            pieces: The pieces of ``target``, in the order of the sums.
             begin: Begins the sum of a piece.
             mark: As for :meth:`multiply_into`.
         """
@@ -227,7 +227,7 @@ class Sharded:
     Attributes:
         n: Elements of a whole vector; ``@`` takes shards of ``vector_space.width``.
         vector_space: How vectors are divided.
-        certificate: Of the whole operator, from four products with whole vectors.
+        certificate: The certificate of the whole operator, from four products with whole vectors.
     """
 
     def __init__(self, operator: LinearOperator, group: Group | None = None) -> None:

@@ -44,7 +44,7 @@ class Overlap:
         target: This rank's share of the product ``(n,)``, zeros; filled here.
         pieces: From :func:`cut`.
         begin: Begins the sum of one piece of ``target``, and returns what waits for it.
-        weight: Of this rank's share.
+        weight: The weight of this rank's share.
     """
 
     def __init__(

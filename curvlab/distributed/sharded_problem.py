@@ -66,7 +66,7 @@ class ShardedProblem(Problem):
     """A :class:`Problem` whose parameters are pieces of shards, and whose samples are a share.
 
     Attributes:
-        whole_layout: Of the whole parameters; ``layout`` is that of this rank's pieces.
+        whole_layout: The layout of the whole parameters; ``layout`` is that of this rank's pieces.
         space: How vectors are divided.
         given: The model as it was given, with FSDP2's hooks.
     """

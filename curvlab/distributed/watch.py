@@ -39,7 +39,7 @@ class Watch:
     """This rank's part of the roll call.
 
     Args:
-        store: Of the job; two connections of its own are made.
+        store: The store of the job; two connections of its own are made.
         position: Says what this rank is doing.
     """
 

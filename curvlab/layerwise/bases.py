@@ -47,8 +47,8 @@ class LayerBasis:
     """What is known of one layer.
 
     Attributes:
-        outputs: Of the weight.
-        inputs: Of the weight.
+        outputs: How many outputs the weight has.
+        inputs: How many inputs the weight has.
         bias: Whether rows end in a 1.
         into: The subspace of its inputs ``(r, inputs + bias)``, if that side is kept.
         back: The subspace of its output gradients ``(s, outputs)``, if that side is kept.

@@ -65,7 +65,8 @@ def extend_to_share(
     added. The first task follows the same rule (GPM's public code stops one direction short there).
 
     Args:
-        basis: Of ``width`` elements; may be empty. What is added has its energy for a value.
+        basis: Rows of ``width`` elements; may be empty. The energy of each direction that is added
+            is stored as its value.
         triangle: Any matrix ``(m, width)`` with the Gram matrix of the input rows, float64.
         share: In [0, 1]; 1 keeps every direction that rounding can tell from zero.
         task: Kept as provenance.

@@ -15,7 +15,7 @@ class DenseMemory:
 
     Args:
         population: The runs.
-        dtype: Of the stored rows; by default the parameters' dtype.
+        dtype: The dtype of the stored rows; by default the parameters' dtype.
     """
 
     def __init__(self, population: Population, dtype: torch.dtype | None = None) -> None:

@@ -35,8 +35,8 @@ class EWC(Learner):
         labels: ``"model"`` is the Fisher itself, the expectation over the model's own
             predictions; ``"sampled"`` draws one label per sample from them, which is the same on
             average; ``"true"`` uses the data's labels (the "empirical Fisher").
-        gamma: By how much earlier tasks' importances are multiplied after every task: 1 keeps the
-            penalties of all tasks, less forgets the oldest (online EWC), 0 keeps the last one.
+        gamma: The factor by which earlier tasks' importances are multiplied after every task: 1
+            keeps the penalties of all tasks, less forgets the oldest (online EWC), 0 keeps one.
         select: Parameters that are penalised, as in operators (``"body.*"``); the others are free.
     """
 
@@ -134,10 +134,10 @@ def diagonal_fisher(
     Args:
         population: Run ``s`` of it, at its present parameters, in eval mode.
         s: Which run.
-        samples: To average over.
-        task: Their task's index.
+        samples: The samples to average over.
+        task: The index of their task.
         labels: As in :class:`EWC`.
-        generator: Of the CPU; for ``"sampled"``.
+        generator: A generator on the CPU, for ``"sampled"``.
     """
     population.train_mode(False)
     logits = population.logits_of(s, samples.inputs, task, population.parameters[s])

@@ -44,8 +44,8 @@ def input_layers(population: Population, names: Collection[str]) -> list[InputLa
     """The layers whose weights act on rows, in the order of their parameters.
 
     Args:
-        population: Of one network.
-        names: Of the parameters that are to be protected.
+        population: A population of one network.
+        names: The names of the parameters that are to be protected.
     """
     model, slices = population.models[0], population.layout.slices()
     known = {id(parameter): name for name, parameter in model.named_parameters()}

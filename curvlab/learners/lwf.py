@@ -22,7 +22,7 @@ class LwF(Learner):
 
     Args:
         strength: Weight of each earlier task's answers.
-        temperature: By which logits are divided, 2 as published.
+        temperature: What logits are divided by, 2 as published.
     """
 
     settings = ("strength", "temperature")

@@ -39,7 +39,7 @@ class OGD(Learner):
     Args:
         epsilon: Share of the squared singular values of a task's gradients that may be left out;
             0 keeps everything.
-        samples: Of each task, drawn per seed.
+        samples: How many samples of each task are used; every seed draws its own.
         logits: ``"true"`` stores one gradient per sample (OGD-GTL), ``"all"`` one per logit.
         structured: Keep factors instead of rows, for plain MLPs (:mod:`.structured`); ``None`` does
             so where possible. Otherwise the end of a task needs ``samples * P`` numbers, and the

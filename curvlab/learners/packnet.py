@@ -20,8 +20,8 @@ class PackNet(Ownership):
     """Pruning inside the task, per layer, by magnitude.
 
     Args:
-        fraction: Of the task's own weights in each layer that are pruned and freed: .5, or .75 for
-            long streams. A layer with fewer than ``1 / fraction`` of them prunes none.
+        fraction: The share of the task's own weights in each layer that is pruned and freed: .5, or
+            .75 for long streams. A layer with fewer than ``1 / fraction`` of them prunes none.
         prune_at: The part of the task's steps after which to prune; the rest fine-tunes.
     """
 

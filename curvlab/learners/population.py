@@ -170,7 +170,7 @@ class Population:
             inputs: Shape ``(S, B, ...)``: each run its own batch.
             targets: Shape ``(S, B)``.
             task: Index of the task, handed to modules whose ``forward`` has an argument ``task``.
-            step: Of the task; with the seeds it decides dropout's random numbers.
+            step: Its number in the task; with the seeds it decides dropout's random numbers.
             objective: What is minimised, given a run and its logits; ``None`` is the mean loss.
         """
         self.train_mode(True)

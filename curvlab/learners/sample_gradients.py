@@ -85,7 +85,7 @@ def mlp_factors(
     """The factors of the Jacobian rows of a plain MLP.
 
     Args:
-        layers: Of the MLP.
+        layers: The layers of the MLP.
         parameters: Shape ``(P,)``.
         inputs: Shape ``(n, ...)``.
         cotangents: Combinations of logits, shape ``(n, K, C)``: K rows for every sample.

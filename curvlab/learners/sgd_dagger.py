@@ -188,9 +188,9 @@ def task_hessian(
         population: The runs.
         s: Which of them.
         task: Index of the task.
-        samples: Of the task.
+        samples: The samples of the task.
         size: How many of them.
-        names: Of the parameters; ``None`` takes those that the task uses.
+        names: The names of the parameters; ``None`` takes those that the task uses.
     """
     chosen = drawn(samples, size, population.seeds[s], "hessian", task)
     population.train_mode(False)

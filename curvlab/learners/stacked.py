@@ -60,8 +60,8 @@ def forward(layers: Sequence[Layer], parameters: Tensor, inputs: Tensor) -> list
     """Inputs of every layer and, last, the logits, each ``(N, width)``.
 
     Args:
-        layers: Of a :func:`plain_mlp`.
-        parameters: Of one run, shape ``(P,)``.
+        layers: The layers of a :func:`plain_mlp`.
+        parameters: The parameters of one run, shape ``(P,)``.
         inputs: Shape ``(N, ...)``.
     """
     values = [inputs.flatten(1)]

@@ -61,10 +61,10 @@ class StructuredMemory:
     """Orthonormal combinations of Jacobian rows of one run.
 
     Args:
-        layers: Of the MLP.
+        layers: The layers of the MLP.
         n: P, its number of parameters.
-        dtype: Of the stored factors and of the projected gradients.
-        device: Of both.
+        dtype: The dtype of the stored factors and of the projected gradients.
+        device: The device of both.
         workspace: Shared with the memories of other runs, if given.
 
     Attributes:
@@ -114,7 +114,7 @@ class StructuredMemory:
         """Remove the memory's span from ``gradient`` ``(P,)``, in place.
 
         Args:
-            gradient: Of the memory's dtype.
+            gradient: A gradient in the memory's dtype.
             factors: What it is made of, if known: per layer inputs ``(B, in)`` and signals
                 ``(B, out)`` of a batch, of which it is the sum. ``J g`` is then a sum of products
                 of inner products, which costs less as long as B is small.
@@ -155,7 +155,7 @@ class StructuredMemory:
         orthonormalised twice, in float64; dependent ones are dropped.
 
         Args:
-            factors: Of the new rows.
+            factors: What the new rows are made of.
             epsilon: In [0, 1]. 0 keeps all above :data:`FLOOR`; 1 keeps none.
         """
         before, old = self._signals.shape[2], self.size

@@ -21,7 +21,7 @@ class Uses:
     """The parameters that tasks use.
 
     Attributes:
-        layout: Of all parameters.
+        layout: The layout of all parameters.
         by_task: For each task the names of those it uses; empty if every task uses all of them.
     """
 
@@ -77,7 +77,7 @@ def used(
 
     Args:
         logits_of: From parameters ``(P,)`` to logits ``(N, C)``.
-        layout: Of the parameters.
+        layout: The layout of the parameters.
         parameters: Shape ``(P,)``.
     """
     generator = torch.Generator().manual_seed(0)

@@ -38,9 +38,9 @@ def subspace_drift(
 
     Args:
         protected: A basis of the old task's rows, k of them.
-        operator: The old task's curvature at the parameters of now.
-        tol: Of the k eigenpairs computed.
-        seed: For their starting vector.
+        operator: The old task's curvature at the present parameters.
+        tol: The tolerance of the k eigenpairs that are computed.
+        seed: The seed of their starting vector.
     """
     k = protected.size
     if not k:

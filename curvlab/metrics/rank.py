@@ -130,7 +130,7 @@ def counts_above(
         thresholds: Absolute.
         probes: Random vectors.
         steps: Products with each.
-        seed: Of the vectors.
+        seed: The seed of the vectors.
     """
     least = float(outer.values.abs().min()) if len(outer.values) else float("inf")
     inner = None

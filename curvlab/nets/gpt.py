@@ -29,7 +29,7 @@ def gpt(
         context: The most tokens of a text.
         hidden: Features of a token; a multiple of ``heads``.
         depth: Number of blocks.
-        heads: Of each attention.
+        heads: How many heads each attention has.
     """
     whole(vocabulary=vocabulary, context=context, hidden=hidden, heads=heads)
     whole(0, depth=depth)

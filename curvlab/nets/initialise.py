@@ -34,7 +34,7 @@ def build(
     Args:
         make: Returns the module; called with ``meta`` as the default device.
         seed: An int, or a CPU generator, which is advanced.
-        dtype: Of parameters and floating buffers; ``None`` is PyTorch's default.
+        dtype: The dtype of parameters and floating buffers; ``None`` is PyTorch's default.
         device: ``None`` is PyTorch's default.
     """
     generator = _generator(seed)

@@ -53,7 +53,7 @@ def slim_resnet18(
         norm: ``"batch"``, ``"batch_untracked"``, ``"group"`` or ``"none"``; see above.
         nf: Channels of the first stage; each later stage doubles them.
         blocks: Blocks per stage; every stage but the first halves the image.
-        channels: Of the images.
+        channels: How many channels the images have.
         tasks: One head for every task: ``forward(images, task)``
             (:class:`~curvlab.nets.heads.MultiHead`). ``None`` shares one.
     """

@@ -38,11 +38,11 @@ def vit_cifar(
         classes: Outputs of a head.
         hidden: Features of a token; a multiple of ``heads``.
         depth: Number of blocks.
-        heads: Of each attention; their number does not change the parameter count.
+        heads: How many heads each attention has; their number does not change the parameter count.
         mlp: Hidden units of each block's MLP; ``None`` is ``4 * hidden``.
         side: Pixels along an image's side; a multiple of ``patch``.
         patch: Pixels along a patch's side: the default makes 8 x 8 patches of 48 numbers.
-        channels: Of the images.
+        channels: How many channels the images have.
         tasks: One head for every task: ``forward(images, task)``
             (:class:`~curvlab.nets.heads.MultiHead`). ``None`` shares one.
     """

@@ -68,7 +68,8 @@ class Fisher(GaussNewton):
             data: As for :class:`curvlab.Hessian`.
             samples: Default ``None``: the exact expectation over targets. A number draws that many
                 targets per sample, once, when the operator is made.
-            seed: Of the drawn targets, default 0; they do not depend on how the data are cut.
+            seed: The seed of the drawn targets, default 0; how the data are cut does not change
+                them.
         """
         self.likelihood = likelihood(loss)
         if samples is not None and (not isinstance(samples, int) or samples < 1):

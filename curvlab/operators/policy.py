@@ -145,8 +145,8 @@ def evaluation(
     autocast that the model itself turns on is left out, as that around it is.
 
     Args:
-        seed: Of the global generators meanwhile, which are restored; ``None`` for a model that
-            draws no numbers.
+        seed: The seed of the global generators during the pass; they are restored after it.
+            ``None`` for a model that draws no numbers.
         device: Where the model is.
         precision: ``"bfloat16"`` runs under autocast.
         recurrent: Whether the fused kernels of recurrent layers have to be avoided.

@@ -52,7 +52,7 @@ class Plan:
 
     Attributes:
         parameters: The operator's copy of the model; with the model itself where it is counted.
-        data: Of the samples.
+        data: The samples.
         graph: Kept graphs and the working memory of one product.
         solver: The working basis of Lanczos and its result.
         peak: All of these at once and what allocators and libraries add, on top of the model and
@@ -155,8 +155,8 @@ def plan(
         curvature: The operator.
         ranks: Processes that divide samples and rows among them.
         bandwidth: Bytes per second between ranks.
-        room: For the solver's rows, as ``lanczos`` takes it.
-        **options: Of the operator.
+        room: Room for the solver's rows, as ``lanczos`` takes it.
+        **options: Options of the operator.
     """
     batches = read(data, bare=loss is None or isinstance(loss, Objective))
     device = next(model.parameters()).device

@@ -41,7 +41,7 @@ class Unit:
         n: Elements of a vector.
         element: Bytes of one.
         held: Bytes of parameters, buffers and what else the operator copies, without the data.
-        sample_bytes: Of the data, per sample.
+        sample_bytes: The bytes of the data, per sample.
         graph: Bytes of one chunk's graph.
         setup: Seconds to make the operator and its first product ``(fixed, each)``.
         product: Seconds of a product ``(fixed, each)``.
@@ -49,7 +49,8 @@ class Unit:
         step: Seconds of a solver's step besides: bookkeeping and the small eigenproblem.
         effort: Products that this spectrum takes, in units of what networks take on average.
         how: Where the numbers come from.
-        blocks: Of a model in shards, gathered one at a time; 0 for one that every rank holds.
+        blocks: How many blocks a model in shards has, which are gathered one at a time; 0 for a
+            model that every rank holds.
     """
 
     n: int

@@ -99,9 +99,10 @@ def communication(n: int, rows: int, ranks: int, element: int, blocks: int = 0) 
     is a gradient's all-reduce and the coefficients.
 
     Args:
-        rows: Of the basis that is orthogonalised against, or projected out.
-        blocks: Of a model in shards: each one's parameters are gathered three times in a product
-            whose graph is not kept, its part of the vector once, and its sums go to their owners.
+        rows: How many rows the basis has that is orthogonalised against, or projected out.
+        blocks: How many blocks a model in shards has. The parameters of each are gathered three
+            times in a product whose graph is not kept, its part of the vector once, and its sums go
+            to their owners.
     """
     if ranks == 1:
         return Communication(0.0, 0.0, 0.0, 0)

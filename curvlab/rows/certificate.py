@@ -17,7 +17,7 @@ class Orthogonality:
         condition: Condition number of ``G``: 1 for orthonormal rows. The projection divides by
             ``G``, so rows rounded for storage cost no accuracy as long as this is small.
         drift: Largest change of ``G`` since the rows were stored; 0 unless it was recomputed.
-        limit: Of ``error``, for the rows' dtype.
+        limit: What ``error`` may be at most in the rows' dtype.
     """
 
     error: float

@@ -41,8 +41,8 @@ class Rows(Projector):
     Args:
         space: Where vectors live; a number is the elements of whole vectors in this process.
         capacity: The most rows there may be.
-        dtype: Of the stored rows: float64, float32, float16, bfloat16, int8 or float8. Vectors may
-            be float32 or float64 whatever it is (float64 only for float64 rows).
+        dtype: The dtype of the stored rows: float64, float32, float16, bfloat16, int8 or float8.
+            Vectors are float32 or float64 in each case (float64 rows need float64 vectors).
         device: Where vectors are projected.
         tier: Where rows are kept: ``DeviceMemory()`` (default), ``PinnedHost()`` or
             ``MappedFile(folder)``.
@@ -66,7 +66,7 @@ class Rows(Projector):
         (of another program, of a narrower dtype) is put right: the span is theirs, exactly.
 
         Args:
-            dtype: Of the rows; by default the working dtype of ``vectors``.
+            dtype: The dtype of the rows; by default the working dtype of ``vectors``.
         """
         rows = cls(
             space, len(vectors), dtype=dtype or working(vectors.dtype), device=vectors.device
@@ -203,7 +203,7 @@ class Rows(Projector):
 
         Args:
             weights: Shape ``(m, p)``, float64.
-            dtype: Of the result; by default that in which rows are computed.
+            dtype: The dtype of the result; by default that in which rows are computed.
         """
         return mixing.combine(self, weights, dtype or self.store.working)
 
@@ -303,7 +303,7 @@ class Rows(Projector):
         """Read what :meth:`save` wrote, verifying its checksum; in pieces.
 
         Args:
-            capacity: Of the new rows; by default that of the saved ones.
+            capacity: How many rows there may be; by default as many as of the saved ones.
             device: Where the rows go.
             tier: In what memory they are kept, as for new ones.
             space: By default whole vectors in this process. ``Shards.saved(path)`` reads each

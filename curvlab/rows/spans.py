@@ -27,7 +27,7 @@ def bordered_factor(factor: Tensor, across: Tensor, corner: Tensor) -> Tensor:
     """The Cholesky factor of a Gram matrix with ``k`` more rows.
 
     Args:
-        factor: Of the ``m`` old rows ``(m, m)``, lower.
+        factor: The factor of the ``m`` old rows ``(m, m)``, lower.
         across: Products of the new with the old rows ``(k, m)``.
         corner: Products of the new rows with each other ``(k, k)``.
     """

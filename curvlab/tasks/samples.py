@@ -117,7 +117,7 @@ def subset(samples: Samples, size: int, *, seed: Seed, balanced: bool = False) -
     """``size`` samples without replacement, e.g. the 1,000 of a Hessian.
 
     Args:
-        samples: To choose from.
+        samples: What to choose from.
         size: At least 1 and at most ``len(samples)``.
         seed: An int or a generator.
         balanced: The same number of every class that occurs; where ``size`` is not a multiple,
@@ -162,7 +162,7 @@ def limit(
         tasks: A stream.
         train: Training samples per task; ``None`` keeps all.
         test: Test samples per task; ``None`` keeps all.
-        seed: Of the choice; every task draws its own.
+        seed: The seed of the choice; every task draws its own.
         balanced: As in :func:`subset`.
     """
     generator = generator_of(seed)

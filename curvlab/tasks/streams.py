@@ -78,7 +78,7 @@ def permuted_mnist(
     Args:
         data: ``mnist()``; ``None`` takes the embedded subset.
         tasks: Their number.
-        seed: Of the orders: an int or a CPU generator.
+        seed: The seed of the orders: an int or a CPU generator.
         side: As in :func:`rotated_mnist`; inputs are ``(N, side * side)``.
         normalise: As in :func:`rotated_mnist`.
     """

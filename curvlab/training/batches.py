@@ -31,10 +31,10 @@ def seed_batches(
 
     Args:
         samples: Resident data, shared by the seeds.
-        seeds: Of the runs; the order of one does not depend on which others are there.
+        seeds: The seeds of the runs; the order of one does not depend on which others are there.
         batch_size: B; the last batch may be shorter.
         task: Index of the task.
-        epoch: Of the task.
+        epoch: Its number in the task.
         start: Steps of the epoch to leave out.
     """
     count, runs = len(samples), len(seeds)

@@ -28,7 +28,7 @@ def check_branch(runs: Sequence[Run], population: Population, config: dict[str, 
     """Refuse runs that are not what training ``population`` on its first task would give.
 
     Args:
-        runs: Of the first task.
+        runs: The runs of the first task.
         population: Before training.
         config: Settings of the run that continues; ``"data"`` is the digest of the first task.
     """

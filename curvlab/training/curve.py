@@ -15,7 +15,7 @@ class Curve:
     Attributes:
         runs: S.
         tasks: For each task begun, ``(S, epochs so far, points)`` float64.
-        part: Of the steps of the present epoch, ``(S, m)`` float64.
+        part: The losses of the steps of the present epoch, ``(S, m)`` float64.
     """
 
     runs: int

@@ -108,7 +108,7 @@ def evaluate(
     Args:
         population: In any mode; it is put in eval mode.
         parameters: Shape ``(S, P)``: the weights with which to predict.
-        samples: Of the task.
+        samples: The samples of the task.
         task: Its index.
     """
     loss = torch.zeros(population.size, dtype=torch.float64, device=population.device)

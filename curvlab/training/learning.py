@@ -63,14 +63,14 @@ def learn(
         tasks: The stream. Inputs are moved to the models' device and dtype.
         learner: A fresh one: it holds the memory of these runs.
         schedule: Rates and epochs.
-        seeds: Of the runs; leave out for a population, which has its own.
+        seeds: The seeds of the runs; leave out for a population, which has its own.
         batch_size: The last batch of an epoch may be shorter.
-        momentum: Of the heavy ball, whose buffer starts at zero with every task.
+        momentum: The momentum of the heavy ball, whose buffer starts at zero with every task.
         weight_decay: L2, added to the gradient before the learner transforms it.
         batchnorm: Policy for running statistics; required for models that have any.
         autocast: ``torch.bfloat16`` computes the gradients of training under ``torch.autocast``;
             parameters, updates, evaluation and the learner's own work keep the models' dtype.
-        loss: Of logits ``(B, C)`` and targets ``(B,)``, a mean over the batch.
+        loss: The loss of logits ``(B, C)`` and targets ``(B,)``, a mean over the batch.
         augment: Changes a run's inputs ``(B, ...)``, given a generator of their own, in every step
             (:class:`~curvlab.training.CropAndFlip`).
         evaluation: What is measured after every task.

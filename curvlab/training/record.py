@@ -81,7 +81,7 @@ class Checkpoint:
     """One file that holds everything needed to go on bit for bit.
 
     Args:
-        path: Of the file.
+        path: The path of the file.
         config: Settings; a file written with others is refused.
         answers: Logits of the networks before training, which identify them by what they compute.
     """

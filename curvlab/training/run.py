@@ -29,7 +29,7 @@ class Run:
     was not evaluated (future tasks, by default).
 
     Attributes:
-        seed: Of data order, initialisation and subsets.
+        seed: The seed of data order, initialisation and subsets.
         tasks: Their names.
         train_loss: ``(T, T)``, mean cross-entropy on training samples.
         train_accuracy: ``(T, T)``.

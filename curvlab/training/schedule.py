@@ -15,9 +15,9 @@ class Schedule:
 
     Args:
         lr: Learning rate of the first task (r1).
-        lr_later: Of the later tasks (r2:T); ``None`` keeps ``lr``.
-        epochs: Of the first task (e1).
-        epochs_later: Of the later tasks (e2:T); ``None`` keeps ``epochs``.
+        lr_later: Learning rate of the later tasks (r2:T); ``None`` keeps ``lr``.
+        epochs: How many epochs the first task has (e1).
+        epochs_later: How many each later task has (e2:T); ``None`` keeps ``epochs``.
         decay_at: Epochs of the first task after which the rate is multiplied by ``decay``.
         decay_at_later: The same in the later tasks; ``None`` keeps ``decay_at`` if the later tasks
             are not given a length of their own, and else has no decay.
@@ -83,7 +83,7 @@ class Schedule:
 
         Args:
             task: Its index.
-            epoch: Of the task.
+            epoch: Its number in the task.
             done: Fraction of the task's steps already made, for ``scale``.
         """
         rate = self.lr if task == 0 or self.lr_later is None else self.lr_later

@@ -148,7 +148,7 @@ class MLPPlan:
         Args:
             inputs: A tensor ``(N, d)``, or ``(N, ...)`` if the model begins with ``Flatten``.
             targets: Class numbers ``(N,)``, or a tensor of the outputs' shape for squared error.
-            dtype: Of the parameters.
+            dtype: The dtype of the parameters.
         """
         if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
             return False

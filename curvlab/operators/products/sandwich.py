@@ -33,7 +33,7 @@ def kept(
         output: Makes the outputs and their graph.
         curvature: Gives A at the outputs.
         parameters: Leaves of the graph.
-        layout: Of the parameters.
+        layout: The layout of the parameters.
         keep: As for :func:`curvlab.operators.products.autograd.by_rows`.
         around: Makes a context for all backward passes, in which checkpointed parts run again.
     """

@@ -32,7 +32,7 @@ def read_cifar_batch(
     Args:
         content: The file's bytes.
         where: What to call it in errors.
-        key: Of the labels: ``"labels"`` in CIFAR-10, ``"fine_labels"`` in CIFAR-100.
+        key: The name of the labels: ``"labels"`` in CIFAR-10, ``"fine_labels"`` in CIFAR-100.
         classes: Number of classes.
     """
     batch = _load(content, where)
