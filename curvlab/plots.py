@@ -116,7 +116,7 @@ def decades(result: Density) -> Any:
                 lw=1.6, label=name,
             )  # fmt: skip
     axes.set(xlabel="magnitude", ylabel="eigenvalues per decade", ylim=(least, None))
-    axes.set_title(f"spectral density of n = {result.n:,}, {result.products} products")
+    axes.set_title(f"{result.n:,} eigenvalues by magnitude, {result.products} products")
     _legend(axes)
     return figure
 
@@ -369,7 +369,9 @@ def _scale(axes: Any, values: list[float]) -> None:
     if min(values) > 0.0:
         axes.set_yscale("log")
     else:
-        axes.set_yscale("symlog", linthresh=min(sizes))
+        # a power of ten, half a decade from zero: the ticks around zero do not run into each other
+        linear = 10.0 ** math.floor(math.log10(min(sizes)))
+        axes.set_yscale("symlog", linthresh=linear, linscale=0.5)
         axes.axhline(0.0, color="0.6", lw=0.8)
 
 

@@ -146,13 +146,13 @@ def figure(config: Config, metrics: BySeed, path: Path) -> None:
         look = dots | {"linestyle": "none"}
         axes[0].errorbar(places, values, yerr=one["residuals"], markersize=4, capsize=2, **look,
                          label=f"task {task + 1}")  # fmt: skip
-    axes[0].set(title="|eigenvalues| of the Hessian", yscale="log", xlabel="number")
+    axes[0].set(title="|eigenvalues| of the Hessian", yscale="log", xlabel="position")
     steps = range(1, len(config.angles) + 1)
     for axis, rate in zip(axes[1:], RATES, strict=True):
         for style, name in enumerate(NAMES):
             curves = [forgotten(one[rate][name]).tolist() for one in metrics.values()]
             curve(axis, steps, curves, style, name.replace("-dagger", "†"))
-        axis.set(title=f"{rate} learning rate", xlabel="task t", ylabel="E(t), accuracy")
+        axis.set(title=f"{rate} learning rate", xlabel="task t", ylabel="accuracy forgotten, E(t)")
         axis.set(ylim=(-0.06, 0.66), xticks=list(steps))  # one scale: the rates are to be compared
         axis.axhline(0.0, color="0.7", lw=0.8)
     legend(axes[0])

@@ -75,11 +75,19 @@ def test_each_picture_is_written_as_png_and_as_vectors(name, pairs, tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def _ticks(axes):
+    axes.figure.canvas.draw()
+    low, high = axes.get_ylim()
+    return [tick for tick in axes.get_yticks() if low <= tick <= high and tick > 0.0]
+
+
 def test_scree_shows_every_value_with_its_residual(pairs):
     axes = plots.scree(pairs).axes[0]
     heights = {round(float(y), 9) for c in axes.collections for _, y in _offsets(c)}
     assert {round(v, 9) for v in pairs.values.tolist()} <= heights
     assert axes.get_yscale() == "symlog", "values of both signs over decades"
+    zero, least = (axes.transData.transform((1, y))[1] for y in (0.0, min(_ticks(axes))))
+    assert least - zero > 15, "labels around zero are apart"
 
 
 def test_pairs_that_have_not_converged_are_hollow(pairs):
