@@ -111,11 +111,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "orthogonalisation": Subject(
         "what an eigensolver spends outside the operator",
-        {
-            "small": (*SMALL, "--rounds", "2"),
-            "standard": (*FULL, "--rounds", "3"),
-            "full": FULL,
-        },
+        {"small": (*SMALL, "--rounds", "2"), "standard": (*FULL, "--rounds", "3"), "full": FULL},
         {"small": 5, "standard": 60, "full": 90},
     ),
     "protection": Subject(
@@ -129,11 +125,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "dense_hessian": Subject(
         "the dense Hessian of an MLP against vmapped jvp(grad)",
-        {
-            "small": (*SMALL, "--rounds", "1"),
-            "standard": (*FULL, "--rounds", "1"),
-            "full": FULL,
-        },
+        {"small": (*SMALL, "--rounds", "1"), "standard": (*FULL, "--rounds", "1"), "full": FULL},
         {"small": 5, "standard": 30, "full": 60},
     ),
     "kernels": Subject(
@@ -161,11 +153,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "growth": Subject(
         "cost against P, N, m, k and tasks, with fitted exponents",
-        {
-            "small": (*SMALL, "--rounds", "3"),
-            "standard": (*FULL, "--rounds", "3"),
-            "full": FULL,
-        },
+        {"small": (*SMALL, "--rounds", "3"), "standard": (*FULL, "--rounds", "3"), "full": FULL},
         {"small": 20, "standard": 150, "full": 240},
     ),
     "budget": Subject(

@@ -58,8 +58,8 @@ class Certificate:
         repeatability: Measured where linearity fails; else linearity's, where noise would show at
             about the same size.
         linearity: How far the product of a mixture of three vectors is from that of their products.
-        limit: Above which one of these fails: the usual limit, or ``RAGGED`` times the rounding of
-            this operator where that had to be measured and is more.
+        limit: What each of these may be at most: the usual limit, or ``RAGGED`` times the rounding
+            of this operator where that had to be measured and is more.
         products: How many were made to measure them.
         exponent: Power of two by which products are far from one: squares of their elements may not
             be numbers. 0 where they are near.

@@ -99,12 +99,7 @@ EXPERIMENT = Experiment(
     label="tab:Our-approx-full",
     what="error of the recursion for average forgetting (eq. 3), SGD, two rates, t = 2..5",
     data="mnist",
-    sizes={
-        "demo": Config(DEMO),
-        "scaled": Config(SMALL),
-        "raw": Config(RAW),
-        "full": Config(),
-    },
+    sizes={"demo": Config(DEMO), "scaled": Config(SMALL), "raw": Config(RAW), "full": Config()},
     run=run,
     tables=tables,
     claims=claims,

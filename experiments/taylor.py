@@ -125,12 +125,7 @@ EXPERIMENT = Experiment(
     also=("Table:Taylor-apprx",),
     what="error of first-, second-order and Taylor predictions of forgetting, SGD, two rates",
     data="mnist",
-    sizes={
-        "demo": Config(DEMO),
-        "scaled": Config(SMALL),
-        "raw": Config(RAW),
-        "full": Config(),
-    },
+    sizes={"demo": Config(DEMO), "scaled": Config(SMALL), "raw": Config(RAW), "full": Config()},
     run=run,
     tables=tables,
     claims=claims,

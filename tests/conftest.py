@@ -47,6 +47,16 @@ def generator():
     return torch.Generator().manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def wanted(request):
+    """The parameter ``name`` of every selected test of the file, which may share one process."""
+    return [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

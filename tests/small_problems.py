@@ -1,6 +1,9 @@
 """Tasks and networks that several test files learn: small, seeded, different from task to task."""
 
+import itertools
+
 import torch
+from torch import nn
 
 from curvlab.learners import SGD, population_of
 from curvlab.nets import mlp, slim_resnet18, vit_cifar
@@ -41,6 +44,19 @@ def cloud_tasks(count=3, samples=60, width=8, classes=3, shape=None):
 
 def small(seed, dtype=torch.float32, **options):
     return mlp((6, 8, 7, 3), seed=seed, dtype=dtype, **options)
+
+
+def tanh_network(widths, seed, dtype=torch.float32):
+    """Layers and tanh in turn, with parameters that are large enough to be curved."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b, dtype=dtype), nn.Tanh()]
+    model = nn.Sequential(*layers[:-1])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=dtype))
+    return model
 
 
 def resnet(seed, norm="batch"):

@@ -5,7 +5,6 @@ Processes are started once per number of ranks and run every case; the tests loo
 
 import functools
 import hashlib
-import itertools
 import traceback
 
 import pytest
@@ -19,6 +18,7 @@ from curvlab.eigen import Certify, Room, block_lanczos, lanczos, spectral_energy
 from curvlab.operators import Dense, EmpiricalFisher, FromFunction, GaussNewton, Hessian
 from curvlab.protection import protect
 from curvlab.rows import Rows
+from tests.small_problems import tanh_network
 
 pytestmark = pytest.mark.distributed
 
@@ -26,18 +26,6 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 SAME = ("rows", "gram", "coefficients", "step", "projection", "protected step", "leak")
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 SIZES = [(1, 0), (7, 1), (64, 3), (65, 3), (128, 1), (1000, 17), (4097, 5)]  # n, rows
-
-
-def network(widths, seed, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    layers = []
-    for a, b in itertools.pairwise(widths):
-        layers += [nn.Linear(a, b, dtype=dtype), nn.Tanh()]
-    model = nn.Sequential(*layers[:-1])
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=dtype))
-    return model
 
 
 def data(widths, samples, seed, dtype=torch.float32):
@@ -99,7 +87,7 @@ def products(group):
     }
     for seed, (name, (kind, loss, dtype, options)) in enumerate(cases.items()):
         widths = (5 + seed, 9, 3)
-        model = network(widths, seed, dtype)
+        model = tanh_network(widths, seed, dtype)
         inputs, targets = data(widths, 23 + 10 * seed, seed, dtype)
         whole = kind(model, loss, (inputs, targets), **options)
         part = share(kind, model, loss, inputs, targets, cut(group, len(inputs), seed), **options)

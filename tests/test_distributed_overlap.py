@@ -1,20 +1,19 @@
 """What travels between ranks, and when: sums that begin during the backward pass, counted bytes."""
 
 import functools
-import itertools
 import os
 import signal
 import time
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from curvlab.basis import Basis
 from curvlab.distributed import DataParallel, RankError, Sharded, Shards, launch
 from curvlab.operators import FromFunction, GaussNewton, Hessian
 from curvlab.plan.formulae import communication
+from tests.small_problems import tanh_network
 
 pytestmark = pytest.mark.distributed
 
@@ -22,18 +21,6 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 WIDTHS = (9, 30, 17, 3)
 SAMPLES = 29
-
-
-def network(seed, dtype):
-    generator = torch.Generator().manual_seed(seed)
-    layers = []
-    for a, b in itertools.pairwise(WIDTHS):
-        layers += [nn.Linear(a, b, dtype=dtype), nn.Tanh()]
-    model = nn.Sequential(*layers[:-1])
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=dtype))
-    return model
 
 
 def own(group):
@@ -58,7 +45,8 @@ def overlapped(group):
         "gauss-newton": (GaussNewton, torch.float64, {"chunk": 4}),
     }
     for seed, (name, (kind, dtype, options)) in enumerate(cases.items()):
-        model, generator = network(seed, dtype), torch.Generator().manual_seed(seed)
+        model = tanh_network(WIDTHS, seed, dtype)
+        generator = torch.Generator().manual_seed(seed)
         inputs = torch.randn(SAMPLES, WIDTHS[0], generator=generator, dtype=dtype)
         targets = torch.randint(WIDTHS[-1], (SAMPLES,), generator=generator)
         options = {"engine": "retained", **options}
@@ -166,7 +154,7 @@ def stopped_in_the_pass(group, how, in_shards):
     """A product in pieces during whose backward pass rank 1 is killed, or never comes back."""
     inputs = torch.randn(9, WIDTHS[0], generator=torch.Generator().manual_seed(group.rank))
     data = inputs, torch.arange(9) % 3
-    part = Hessian(network(0, torch.float32), cross_entropy, data, engine="retained")
+    part = Hessian(tanh_network(WIDTHS, 0), cross_entropy, data, engine="retained")
     operator = DataParallel(part, overlap=256)
     vector = torch.ones(operator.n)
     if in_shards:

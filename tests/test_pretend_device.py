@@ -53,13 +53,8 @@ def names(kind=""):
 
 
 @pytest.fixture(scope="module")
-def outcomes(request):
+def outcomes(wanted):
     """What the selected flows gave, by name."""
-    wanted = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
-    ]
     pretend_device.build()
     found = {}
     for process in [start(wanted[first::PROCESSES]) for first in range(PROCESSES)]:

@@ -58,13 +58,8 @@ def check_names() -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(request):
+def outcomes(wanted):
     """What the selected checks said: name to error text, empty if the check passed."""
-    wanted = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
-    ]
     found = {}
     processes = interpret(wanted)
     for process in processes:

@@ -80,7 +80,7 @@ class LayerBases:
 
     Attributes:
         side: What is kept of every layer.
-        layers: By the name of the weight, without what adapters put around it.
+        layers: One basis per layer, by the name of its weight without what adapters put around it.
         changes: Grows with every change, so that a protection notices.
     """
 

@@ -51,6 +51,7 @@ def input_layers(population: Population, names: Collection[str]) -> list[InputLa
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     named = dict(model.named_parameters(remove_duplicate=False))
     layers = layers_of(model)
+    # looked up by token, not multiplied with rows; a head that is tied to one is left out with it
     embedded = {id(named[layer.weight]) for layer in layers if layer.tokens}
     found = []
     for layer in layers:

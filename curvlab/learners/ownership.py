@@ -72,6 +72,7 @@ class Ownership(Learner):
         )
 
     def weights_for(self, population: Population, task: int) -> Tensor:
+        # free weights and those of later tasks were not there when this one was learned
         others = (self.owner == 0) | (self.owner > task + 1)
         return population.parameters.masked_fill(others, 0.0)
 

@@ -115,6 +115,7 @@ class SGDDagger(Learner):
     ) -> dict[str, Any]:
         names = population.chosen(self.select, task)
         where = population.layout.indices(names)
+        # nothing or everything is to be kept: neither needs a solve
         if self.epsilon == 1.0 or self.k == 0 or not names:
             return {"k": 0, "new": 0, "products": 0}
         if self.epsilon == 0.0 or (self.k is not None and self.k >= len(where)):

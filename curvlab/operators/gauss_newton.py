@@ -90,7 +90,7 @@ class GaussNewton(Sandwich):
         point, gradient = slope(self, chunk, output, create_graph=True)
 
         def curvature(along: Tensor) -> Tensor:
-            if not gradient.requires_grad:
+            if not gradient.requires_grad:  # a loss that is linear in the outputs
                 return torch.zeros_like(along)
             (image,) = torch.autograd.grad(
                 gradient, point, along, retain_graph=True, allow_unused=True, materialize_grads=True

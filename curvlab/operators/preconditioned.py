@@ -42,12 +42,12 @@ def adaptive_preconditioner(
     """The diagonal P ``(n,)``, float64, with which ``optimizer`` divides the gradient now.
 
     The order is that of the operators made with the same ``model`` and ``select``. For Adam and
-    AdamW the corrections of the first and second moments for their start are in it, so that the
-    step is ``lr * P^-1`` times the running mean of the gradients.
+    AdamW it includes the bias corrections of both moments, so that the step is ``lr * P^-1`` times
+    the running mean of the gradients.
 
     Args:
         optimizer: ``torch.optim.Adam``, ``AdamW``, ``RMSprop`` or ``Adagrad``, after a step.
-        model: Whose parameters it trains.
+        model: The model whose parameters it trains.
         select: As for the operators.
     """
     chosen = select_parameters(model, select)

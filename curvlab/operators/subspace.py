@@ -73,8 +73,8 @@ class Projected(Operator):
 
     def _product(self, block: Tensor) -> Tensor:
         inside = block.clone()
-        self.basis.project_out_(inside)
-        result = (self.base @ inside).clone()
+        self.basis.project_out_(inside)  # on both sides, or the product would not be symmetric
+        result = (self.base @ inside).clone()  # what comes back may be the base's own memory
         self.basis.project_out_(result)
         return result
 

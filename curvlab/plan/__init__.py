@@ -151,7 +151,7 @@ def plan(
         k: Pairs per task; 0 for one product alone.
         tol: Relative residual.
         tasks: How many times ``k`` rows go into M.
-        memory: Bytes there are (per rank); by default what is free.
+        memory: Bytes that are available (per rank); by default what is free.
         curvature: The operator.
         ranks: Processes that divide samples and rows among them.
         bandwidth: Bytes per second between ranks.

@@ -24,7 +24,7 @@ class SpectralPenalty:
         basis: Rows v_i over the model's parameters, with their eigenvalues; rows that were stored
             without one weigh 1. Rows added later count from the next call on, from the same
             theta_0.
-        model: Its parameters now are theta_0.
+        model: The model; its present parameters are theta_0.
         select: Which parameters the basis covers, as for the operators.
 
     A call reads the rows twice, the second time when it is differentiated.

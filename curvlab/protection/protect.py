@@ -53,8 +53,8 @@ def protect(
 
     Args:
         optimizer: Any torch optimizer. If several train one model, protect each.
-        memory: It may grow while it protects. A basis has rows over the parameters in the order of
-            ``model.named_parameters()``, as every curvlab operator on that model has them.
+        memory: What is protected; rows may be added later. A basis has rows over the parameters in
+            the order of ``model.named_parameters()``, as every curvlab operator on that model.
         model: The model. With a basis also the parameters in its order; by default those of the
             optimizer, if it has them in one group.
         select: With a basis: which of the model's parameters it covers, as for the operators.

@@ -82,7 +82,7 @@ def learn(
             that no later task needs; only for the same learners.
         checkpoint: A file, replaced after every task and at Ctrl-C or SIGTERM. If it exists,
             training goes on from it; it must come from the same settings, models and data.
-        checkpoint_every: Steps of a task after which the file is replaced too.
+        checkpoint_every: How many steps of a task lie between two more replacements of the file.
         progress: One line per task on stderr; ``None`` shows it on a terminal only.
 
     Returns:

@@ -20,7 +20,7 @@ class Schedule:
         epochs_later: How many each later task has (e2:T); ``None`` keeps ``epochs``.
         decay_at: Epochs of the first task after which the rate is multiplied by ``decay``.
         decay_at_later: The same in the later tasks; ``None`` keeps ``decay_at`` if the later tasks
-            are not given a length of their own, and else has no decay.
+            are not given a length of their own; otherwise they have no decay.
         decay: The factor. The paper does not state it.
         scale: Any other course: a function of the task and of the part of its steps that is done,
             in [0, 1), whose value multiplies the rate of every step. Half a cosine is

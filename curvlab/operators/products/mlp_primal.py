@@ -91,10 +91,12 @@ def run(
     signals: list[Tensor] = []
     bends: list[Tensor | None] = []
     for matrix, slope, second in zip(weights[::-1], slopes[::-1], seconds[::-1], strict=True):
+        # of a layer's f(z): the loss's gradient at z, and its gradient at f times f'', which is
+        # what the bend of f adds to a second derivative (nothing for a ReLU)
         signal = gradient if slope is None else gradient * slope
         signals.append(signal)
         bends.append(None if second is None else gradient * second)
-        if len(signals) < len(weights):
+        if len(signals) < len(weights):  # nobody needs the gradient at the inputs
             gradient = signal @ matrix
     state = plan.loss.state(values)
     return Primal(weights, kept, signals[::-1], slopes, bends[::-1], state, scale)
