@@ -109,7 +109,7 @@ FULL = {
     ),
     "GPT-2 of 124 M, top 5": Case(
         partial(gpt2, 768, 12, 12), partial(text, 2, 16), sequence, limit=12 * GB,
-        budget=10 * GB, k=5, rows=14, patience=100, check=False, engine="blockwise",
+        budget=10 * GB, k=5, rows=24, patience=100, check=False, engine="blockwise",
     ),
     "ViT of 12.5 M, 1,000 samples": Case(
         partial(vit_cifar, 2, seed=0), partial(images, 1000), nn.functional.cross_entropy,

@@ -244,10 +244,12 @@ def scaled(
     talking = products * talking_seconds(sent, traffic.messages, ranks, bandwidth)
     seconds = setup + products * product + orthogonalise + talking
     # A check, a search and a result are made one after the other; the graph's figure has a
-    # product's image in it, and several chunks' images are added in float64.
+    # product's image in it, and several chunks' images are added in float64. A solve checks an
+    # operator that was not checked when it was made.
     known, total = unit.held + data + graph, 8 * long if chunks > 1 else 0
+    own_vectors = vector_bytes(long, unit.element, probed or k > 0) - 8 * long
     moments = [
-        FRAGMENTED * (known + (vector_bytes(long, unit.element) if probed else vector + total)),
+        FRAGMENTED * (known + total) + own_vectors,
         FRAGMENTED * (known + total) + solver - k * vector,
         FRAGMENTED * (known - working) + solver - PASSING * vector,
     ]
