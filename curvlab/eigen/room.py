@@ -30,8 +30,8 @@ class Room:
     """What the working rows may take.
 
     Args:
-        rows: Of the basis, certification included (default about ``3 k + 44``). A full basis is
-            compressed, at the price of more products.
+        rows: Of the basis, certification included (default ``2 k + 64``, from 20 pairs on
+            ``3 k + 44``). A full basis is compressed, at the price of more products.
         bytes: In place of ``rows``: all long vectors of the solve together, the result included.
         file: Keep the rows in a file of this one's folder, mapped into memory, instead of in
             memory: slower, and as many as the disk holds. It has no name and is gone when the solve
