@@ -164,7 +164,7 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
         return float(space.norm(vector.float() if narrow else vector))
 
     def combined_norm(*terms: tuple[float, Tensor]) -> float:
-        return math.sqrt(total(_combined_square(*terms)))
+        return math.sqrt(total(combined_square(*terms)))
 
     def product(vector: Tensor, exponent: int = 0) -> Tensor:
         # copies: an operator that reuses its output buffer or overwrites its input must show as
@@ -241,7 +241,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack(products).sum()
 
 
-def _combined_square(*terms: tuple[float, Tensor]) -> Tensor:
+def combined_square(*terms: tuple[float, Tensor]) -> Tensor:
     """The squared norm of a combination of vectors, in float64 without making it."""
     squares = torch.zeros((), dtype=torch.float64, device=terms[0][1].device)
     for pieces in zip(*(torch.split(vector, PIECE) for _, vector in terms), strict=True):

@@ -326,3 +326,59 @@ def test_blocks_may_write_into_dictionaries_and_lists(kind: Any, select: Any) ->
     truth = products(kind, model, batch, engine="rebuilt", select=select)
     parts = products(kind, model, batch, engine="blockwise", select=select, chunk=2)
     assert off(parts, truth) < 1e-12
+
+
+class InPlace(nn.Module):
+    """Writes in place into a view of what it was given, or leaves that to the model."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.how = how
+
+    def forward(self, values: Tensor) -> Tensor:
+        result = torch.tanh(self.linear(values.clone()))
+        if self.how == "a slice":
+            values[:, :2].add_(result[:, :2])
+        elif self.how == "detached":
+            values.detach().add_(1.0)
+        return result
+
+
+class GivesViews(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([InPlace(how), InPlace(how)])
+        self.head = nn.Linear(8, 3)
+        self.how = how
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = torch.tanh(self.first(values)) * 1.0
+        view = values[:, 2:6]
+        for block in self.blocks:
+            given = block(view)
+            if self.how == "after it":
+                view.add_(given)
+        result: Tensor = self.head(values) + given[:, :3]
+        return result
+
+
+@pytest.mark.parametrize("how", ["a slice", "detached", "after it"])
+def test_a_view_that_a_block_was_given_and_that_is_written_into_is_refused(how: str) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    model = GivesViews(how).double()
+    names, shapes = zip(*((n, p.shape) for n, p in model.named_parameters()), strict=True)
+
+    def loss(flat: Tensor) -> Tensor:
+        parts = flat.split([shape.numel() for shape in shapes])
+        given = {n: t.view(s) for n, t, s in zip(names, parts, shapes, strict=True)}
+        return cross_entropy(torch.func.functional_call(model, given, (batch[0],)), batch[1])
+
+    at = torch.cat([p.detach().flatten() for p in model.parameters()])
+    truth = torch.autograd.functional.hessian(loss, at)
+    with pytest.raises(OperatorError, match=r"block.*[wW]rite x = x \+ y in place of x \+= y"):
+        curvlab.Hessian(model, cross_entropy, batch, engine="blockwise")
+    cured = curvlab.Hessian(model, cross_entropy, batch, engine="rebuilt", chunk=1)
+    assert torch.allclose(cured.dense(), truth, rtol=0, atol=1e-12)

@@ -175,9 +175,11 @@ def test_a_product_alone_and_rows_in_little_room_are_planned_without_the_usual_r
     # checks, search and result are not in memory at once
     assert alone.peak < whole.peak < alone.peak + whole.solver
     assert plan_of(available=10**10, k=0, probed=False).peak < alone.peak
-    for room, rows in ((Room(rows=20), 20), (Room(file="rows"), 0), (Room(bytes=10**8), 11)):
+    for room, rows in ((Room(rows=20), 20), (Room(file="rows"), 0), (Room(bytes=2 * 10**8), 36)):
         unit = scaled(UNIT, 100, 10, 1e-3, 1, 10**10, 1, 1e9, room=room)
         assert unit.solver == (rows + 10 + PASSING) * UNIT.n * UNIT.element
+    with pytest.raises(ValueError, match=r"bytes=100000000\) is too little: k = 10 needs"):
+        scaled(UNIT, 100, 10, 1e-3, 1, 10**10, 1, 1e9, room=Room(bytes=10**8))
 
 
 def test_few_rows_are_nearly_full_all_the_time_and_take_as_long_in_a_file():
@@ -249,3 +251,30 @@ def test_a_model_that_never_had_memory_can_be_planned():
 
 def _vit():
     return vit_cifar(5, hidden=32, depth=2, heads=4)
+
+
+def test_a_solve_checks_an_operator_that_was_not_checked_when_it_was_made():
+    file = Room(file="rows")
+    checked, unchecked, product = (
+        scaled(UNIT, 100, k, 1e-3, 1, 10**10, 1, 1e9, room=file, probed=probed)
+        for k, probed in ((5, True), (5, False), (0, False))
+    )
+    assert checked.peak == unchecked.peak > product.peak
+
+
+def test_vectors_of_a_narrow_operator_are_planned_as_the_solver_holds_them():
+    room = Room(rows=20)
+    narrow, usual = (
+        scaled(dataclasses.replace(UNIT, element=e), 100, 8, 1e-3, 1, 10**10, 1, 1e9, room=room)
+        for e in (2, 4)
+    )
+    assert narrow.solver == usual.solver + 4 * 4 * UNIT.n  # its eight vectors, rounded
+
+
+def test_a_budget_is_advised_only_where_it_would_change_what_the_operator_does():
+    def advised(available):
+        found = scaled(UNIT, 100, 10, 1e-3, 1, available, 1, 1e9, budget=0.9 * available)
+        return any("give the operator budget=" in line for line in found.advice)
+
+    assert not advised(2 * 10**9)  # all graphs fit beside the rows either way
+    assert advised(5 * 10**8)

@@ -213,6 +213,7 @@ class _Alone:
     place: Placeholder
     second: bool
     parameters: int = 1
+    name: str = "a parameter"
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self.open(tensors, range(1))

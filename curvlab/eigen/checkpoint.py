@@ -109,7 +109,9 @@ def state_of(solver: Solver) -> State:
     """What a solver has between two steps, as a file keeps it."""
     krylov = solver.krylov
     krylov.settle()
-    rows = {"rows": krylov.rows.rows(), "aside": krylov.aside.rows}
+    whole = krylov.rows.whole  # where they are: a copy may be more than the memory has
+    held = krylov.rows.rows() if whole is None else whole[0][:, : krylov.rows.width]
+    rows = {"rows": held, "aside": krylov.aside.rows}
     others = {
         "coupling": krylov.coupling[: krylov.size, : krylov.multiplied],
         "aside coupling": krylov.aside.coupling,

@@ -7,6 +7,7 @@ where ``Certify(explicit=True)`` is asked for, the residual is computed from a p
 vector itself.
 """
 
+import math
 import time
 
 import torch
@@ -20,10 +21,7 @@ from curvlab.eigen.request import Request
 from curvlab.eigen.result import Eigenpairs, Judgement, judge, tolerances
 from curvlab.eigen.ritz import Ritz
 from curvlab.eigen.solver import Solver
-from curvlab.probe import RAGGED, OperatorError
-from curvlab.rows import Space
-
-PIECE = 1 << 20  # elements taken to float64 at a time
+from curvlab.probe import RAGGED, OperatorError, combined_square
 
 
 def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
@@ -37,16 +35,16 @@ def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
     if checks and not explicit and not solver.exhausted:
         _spot_check(solver, ritz, k)
     values = ritz.values[:k]
-    vectors = krylov.rows.combine(ritz.mixing[:, :k])
     residuals = ritz.residuals[:k] + solver.bounds.loss
-    if checks:
+    if checks:  # before there is a result: an operator has long vectors of its own meanwhile
         asked = tolerances(values, request.tol, request.relative_to, krylov.norm)
         doubtful = (residuals > asked) & (ritz.residuals[:k] <= asked)
         doubtful &= values.abs() > solver.bounds.floor
         chosen = torch.arange(k) if explicit else doubtful.nonzero().flatten()
         if products.spent + len(chosen) <= request.max_products:
             for i in chosen.tolist():
-                residuals[i] = _true_residual(solver, vectors[i], float(values[i]))
+                residuals[i] = _true_residual(solver, ritz.mixing[:, i], float(values[i]))
+    vectors = krylov.rows.combine(ritz.mixing[:, :k])
     stored = vectors.to(products.operator.dtype)
     tol, relative_to, bounds = request.tol, request.relative_to, solver.bounds
     judged = judge(
@@ -122,24 +120,18 @@ def imprecise(products: Products, late: int, worst: float, loss: float, norm: fl
     return reason
 
 
-def _true_residual(solver: Solver, vector: Tensor, value: float) -> float:
+def _true_residual(solver: Solver, weights: Tensor, value: float) -> float:
     """From a product with the vector itself; what rounding can hide of it is added."""
     products, norm = solver.products, solver.krylov.norm
+    vector = _combined(solver.krylov, weights, products.dtype)
     image = torch.empty_like(vector)
     products.into(vector, image)
-    length = _distance(image, vector, value, products.space)
+    square = combined_square((1.0, image), (-value, vector))
+    length = math.sqrt(float(products.space.total(square)))
     if not length < float("inf"):
         raise OperatorError("the operator returned NaN or infinity when a result was checked")
     work_eps = float(torch.finfo(products.dtype).eps)
     return length + products.rounding(norm) + 2.0 * work_eps * max(abs(value), length)
-
-
-def _distance(image: Tensor, vector: Tensor, value: float, space: Space) -> float:
-    """``|image - value vector|``, in float64 without a copy of either."""
-    squares = torch.zeros((), dtype=torch.float64, device=image.device)
-    for part, other in zip(image.split(PIECE), vector.split(PIECE), strict=True):
-        squares += (part.double() - value * other.double()).square().sum()
-    return float(space.total(squares).sqrt())
 
 
 def _combined(krylov: Krylov, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,7 +161,8 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     mixture = _combined(krylov, weights, products.dtype)
     image = torch.empty_like(mixture)
     products.into(mixture, image)
-    # After the product: the operator has its own vectors meanwhile.
+    del mixture
+    # After the product: the operator has long vectors of its own meanwhile.
     expected = _combined(krylov, krylov.coupling[:size, :m] @ weights, torch.float64)
     for held, share in zip(krylov.aside.rows, krylov.aside.coupling[:, :m] @ weights, strict=True):
         expected.add_(held, alpha=float(share))
@@ -187,7 +180,8 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
     allowed = solver.limit * krylov.norm * length
     if not difference <= allowed:
         # What the basis has not shown may still be rounding: measure it.
-        parts = torch.stack([mixture / length, krylov.rows.row(0)])
+        mixture = _combined(krylov, weights / length, products.dtype)
+        parts = torch.stack([mixture, krylov.rows.row(0)])
         change = rounding(products, parts, solver.limit * krylov.norm)
         krylov.rounding = max(krylov.rounding, float(products.space.norm(change).max()))
         allowed = max(allowed, RAGGED * krylov.rounding * length)

@@ -2,25 +2,27 @@
 
 The same arithmetic serves the solver, which refuses before it allocates, and ``curvlab plan``. A
 solve holds the rows of its search, a reserve for the chain that looks for hidden copies, the ``k``
-vectors that it returns and a few vectors in the making.
+vectors that it returns and a few vectors in the making. All checks are made before the result is,
+so that a product never meets the ``k`` vectors in memory.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from curvlab_kernels import ops
 
 from curvlab.checks import whole
 from curvlab.eigen.products import Products
 from curvlab.operators.products.free import free_bytes
 from curvlab.rows import MappedFile, Rows, Tier
+from curvlab.rows.sizes import row_bytes
 
 SMALL = 6  # times the usual rows a space without restarts may have
 WHOLE = 300  # dimensions up to which it has none in any case
 RESERVE = 32  # rows for a chain that looks for hidden copies
 LEAST_RESERVE = 8  # the same when memory is short
-PASSING = 4  # vectors in the making: what is multiplied, its product, copies of them
+PASSING = 4  # vectors in the making: one set aside, what is multiplied, its product, a copy
+ASIDE = 1  # of them there is still when the result is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,8 @@ class Room:
     """What the working rows may take.
 
     Args:
-        rows: Of the basis, certification included (default about ``3 k + 44``). A full basis is
-            compressed, at the price of more products.
+        rows: Of the basis, certification included (default ``2 k + 64``, from 20 pairs on
+            ``3 k + 44``). A full basis is compressed, at the price of more products.
         bytes: In place of ``rows``: all long vectors of the solve together, the result included.
         file: Keep the rows in a file of this one's folder, mapped into memory, instead of in
             memory: slower, and as many as the disk holds. It has no name and is gone when the solve
@@ -75,65 +77,103 @@ def usual_rows(k: int, n: int, block: int = 1) -> int:
     return n + block if n <= max(WHOLE, SMALL * usual) else usual
 
 
-def solve_bytes(rows: int, k: int, width: int, dtype: torch.dtype) -> int:
+def solve_bytes(rows: int, k: int, vector: int) -> int:
     """Bytes of a solve's long vectors.
 
     Args:
         rows: Of the search and the reserve together.
-        width: Elements of a vector that are held here.
+        k: Vectors of the result, :func:`result_vectors` of them.
+        vector: Bytes of one working vector, as far as it is held here.
     """
-    return (rows + k + PASSING) * ops.padded(width) * (torch.finfo(dtype).bits // 8)
+    return (rows + k + PASSING) * vector
+
+
+def result_vectors(k: int, element: int) -> int:
+    """What a result of ``k`` takes while it is made, in working vectors.
+
+    Working vectors have 4 bytes an element or 8. For an operator whose elements take less the
+    result is rounded, and there are both at once.
+    """
+    return k if element >= 4 else k + -(-k * element // 4)
 
 
 def quota(products: Products, k: int, block: int, room: Room, copies: bool) -> Quota:
     """How many rows a solve gets; raises if what it needs is more than it may take."""
-    least_reserve = (LEAST_RESERVE if copies else 2) + block - 1
-    reserve = (min(RESERVE, products.room + 2) if copies else 2) + block - 1
-    # A search holds the pairs, two rows more and the frontier; a chain the pairs, the frontier
-    # that was set aside and its own rows; both no more than the whole space, one of them twice.
-    most = products.room + block
-    least = min(most + 2, k + block + max(2, least_reserve))
-    total, file = room.rows, None if room.file is None else Path(room.file)
-    vector = solve_bytes(1, 0, products.width, products.dtype) // (1 + PASSING)
-    if room.bytes is not None:
-        total = room.bytes // vector - k - PASSING
-    if total is None:
-        search = min(usual_rows(k, products.room, block), most)
-        given = Quota(search, reserve, search + reserve, file)
-    else:
-        if total < least:
-            asked = f"rows={room.rows}" if room.bytes is None else f"bytes={room.bytes}"
-            needed = solve_bytes(least, k, products.width, products.dtype)
-            raise ValueError(
-                f"Room({asked}) is too little: k = {k} needs at least {least} rows "
-                f"({needed} bytes with the result). Ask for fewer pairs at a time with deflate=, "
-                "or keep the rows in a file: Room(file=...)"
-            )
-        beside = total - k - block  # what a chain can have at most
-        # Half: letting go of Ritz vectors near the edge makes a chain longer by about as many rows.
-        reserve = min(reserve, beside, max(least_reserve, total // 2))
-        search = min(total, most)
-        given = Quota(search, reserve, min(total, search + reserve), file)
-    _require_memory(products, given, k, least)
+    vector = row_bytes(products.width, products.dtype)
+    made = result_vectors(k, products.operator.dtype.itemsize)
+    given = divided(products.room, k, vector, room, made=made, block=block, copies=copies)
+    _require_memory(products, given, made, least_rows(products.room, k, block, copies))
     return given
 
 
-def _require_memory(products: Products, quota: Quota, k: int, least: int) -> None:
+def least_rows(n: int, k: int, block: int = 1, copies: bool = True) -> int:
+    """Rows without which ``k`` pairs of ``n`` directions cannot be found.
+
+    A search holds the pairs, two rows more and the frontier; a chain the pairs, the frontier that
+    was set aside and its own rows; both no more than the whole space, one of them twice.
+    """
+    return min(n + block + 2, k + block + max(2, _least_reserve(block, copies)))
+
+
+def _least_reserve(block: int, copies: bool) -> int:
+    return (LEAST_RESERVE if copies else 2) + block - 1
+
+
+def divided(
+    n: int,
+    k: int,
+    vector: int,
+    room: Room,
+    *,
+    made: int | None = None,
+    block: int = 1,
+    copies: bool = True,
+) -> Quota:
+    """The rows of a ``room`` for ``k`` pairs of ``n`` directions; raises if they are too few.
+
+    Args:
+        vector: Bytes of a working vector, as far as it is held here.
+        made: Vectors of the result while it is made, if not ``k``.
+    """
+    made = k if made is None else made
+    reserve = (min(RESERVE, n + 2) if copies else 2) + block - 1
+    total, file = room.rows, None if room.file is None else Path(room.file)
+    if room.bytes is not None:
+        total = room.bytes // vector - made - PASSING
+    if total is None:
+        search = min(usual_rows(k, n, block), n + block + 2)
+        return Quota(search, reserve, search + reserve, file)
+    least = least_rows(n, k, block, copies)
+    if total < least:
+        asked = f"rows={room.rows}" if room.bytes is None else f"bytes={room.bytes}"
+        raise ValueError(
+            f"Room({asked}) is too little: k = {k} needs at least {least} rows "
+            f"({solve_bytes(least, made, vector)} bytes with the result). Ask for fewer pairs at a "
+            "time with deflate=, or keep the rows in a file: Room(file=...)"
+        )
+    beside = total - k - block  # what a chain can have at most
+    # Half: letting go of Ritz vectors near the edge makes a chain longer by about as many rows.
+    reserve = min(reserve, beside, max(_least_reserve(block, copies), total // 2))
+    search = min(total, n + block + 2)
+    return Quota(search, reserve, min(total, search + reserve), file)
+
+
+def _require_memory(products: Products, quota: Quota, made: int, least: int) -> None:
     """Raise before anything is allocated if the rows do not fit what is free."""
-    width, dtype = products.width, products.dtype
+    vector = row_bytes(products.width, products.dtype)
     held = 0 if quota.file is not None else quota.total
-    needed, free = solve_bytes(held, k, width, dtype), free_bytes(products.device)
+    needed, free = solve_bytes(held, made, vector), free_bytes(products.device)
     if needed <= free:
         return
-    smallest = solve_bytes(least, k, width, dtype)
+    smallest = solve_bytes(least, made, vector)
     cures = ["Room(file=...), which keeps the rows in a mapped file"]
     if smallest <= free:
         cures.insert(0, f"Room(bytes=...) between {smallest} and {int(free)}, at more products")
-    if dtype == torch.float64:
+    if products.dtype == torch.float64:
         cures.append("an operator in float32, which takes half")
     cures.append("fewer pairs at a time with deflate=")
     raise MemoryError(
-        f"a solve with {quota.total} rows of {width} elements takes {needed} bytes, and "
+        f"a solve with {quota.total} rows of {products.width} elements takes {needed} bytes, and "
         f"{int(free)} are free on {products.device}. What would do: {'; '.join(cures)}"
     )
 

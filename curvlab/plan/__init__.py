@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from curvlab.batches import read
-from curvlab.eigen.room import PASSING, Room
+from curvlab.eigen.room import ASIDE, PASSING, Room, result_vectors, solve_bytes
 from curvlab.operators import Curvature, Hessian, Objective
 from curvlab.operators.products.free import free_bytes
 from curvlab.operators.products.sizing import (
@@ -35,10 +35,10 @@ from curvlab.plan.formulae import (
     Communication,
     Memory,
     communication,
+    held_rows,
     mean_rows,
     memories,
     products_needed,
-    solver_rows,
     talking_seconds,
 )
 from curvlab.rows.tiers import PIECE_BYTES
@@ -219,8 +219,9 @@ def scaled(
         raise ValueError(f"k= is between 0 (one product) and n = {unit.n}; got {k}")
     own = -(-samples // ranks)
     products = min(products_needed(k, tol, unit.effort), unit.n + 4) if k else 1
-    vector = -(-unit.n * unit.element // ranks)
-    solver = solver_rows(k, products, unit.n, vector, room) * vector if k else 0
+    vector, made = _vector(unit, ranks), result_vectors(k, unit.element)
+    held = held_rows(k, products, unit.n, vector, room) if k else 0
+    solver = solve_bytes(held, made, vector) if k else 0
     long = -(-unit.n // ranks) if unit.blocks else unit.n  # elements of a vector on a rank
     data = int(unit.sample_bytes * own)
     given = default_budget(available) if budget is None else budget
@@ -244,15 +245,18 @@ def scaled(
     talking = products * talking_seconds(sent, traffic.messages, ranks, bandwidth)
     seconds = setup + products * product + orthogonalise + talking
     # A check, a search and a result are made one after the other; the graph's figure has a
-    # product's image in it, and several chunks' images are added in float64.
+    # product's image in it, and several chunks' images are added in float64. A solve checks an
+    # operator that was not checked when it was made.
     known, total = unit.held + data + graph, 8 * long if chunks > 1 else 0
+    own_vectors = vector_bytes(long, unit.element, probed or k > 0) - 8 * long
     moments = [
-        FRAGMENTED * (known + (vector_bytes(long, unit.element) if probed else vector + total)),
-        FRAGMENTED * (known + total) + solver - k * vector,
-        FRAGMENTED * (known - working) + solver - PASSING * vector,
+        FRAGMENTED * (known + total) + own_vectors,
+        FRAGMENTED * (known + total) + (held + PASSING) * vector,
+        FRAGMENTED * (known - working) + (held + made + ASIDE) * vector,
     ]
     peak = int(max(moments[: 3 if k else 1])) + LIBRARIES
-    told = None if left == own_room else int(given - FRAGMENTED * (own_room - left))
+    same = left == own_room or _chunks(unit, own, own_room) == (size, kept, chunks)
+    told = None if same else int(given - FRAGMENTED * (own_room - left))
     most = _largest_k(unit, available, data, ranks, tol)
     found = memories(unit.n, tasks * k, max(1, available - unit.held), ranks)
     return Plan(
@@ -292,17 +296,23 @@ def _chunks(unit: Unit, samples: int, room: float) -> tuple[int, int, int]:
     return size, fitting(unit.graph, size, room, chunks), chunks
 
 
+def _vector(unit: Unit, ranks: int) -> int:
+    """Bytes of a working vector on a rank: a solver's are float32 at least."""
+    return -(-unit.n // ranks) * max(4, unit.element)
+
+
 def _largest_k(unit: Unit, available: float, data: int, ranks: int, tol: float) -> int:
     """The most pairs whose solve fits with one sample's graph; 0 if none does."""
     long = -(-unit.n // ranks) if unit.blocks else unit.n
     least = unit.held + data + unit.graph.peak(1) + vector_bytes(long, unit.element)
     room = available - LIBRARIES - FRAGMENTED * least
-    vector = -(-unit.n * unit.element // ranks)
+    vector = _vector(unit, ranks)
     low, high = 0, unit.n
     while low < high:
         k = (low + high + 1) // 2
         products = min(products_needed(k, tol, unit.effort), unit.n + 4)
-        if solver_rows(k, products, unit.n, vector) * vector <= room:
+        held = held_rows(k, products, unit.n, vector)
+        if solve_bytes(held, result_vectors(k, unit.element), vector) <= room:
             low = k
         else:
             high = k - 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from curvlab.basis import basis_bytes, largest_basis
-from curvlab.eigen.room import PASSING, RESERVE, Room, usual_rows
+from curvlab.eigen.room import Room, divided
 
 STORED = (torch.float32, torch.float16, torch.int8)
 USUAL = Room()
@@ -24,17 +24,16 @@ def products_needed(k: int, tol: float, effort: float = 1.0) -> int:
     return max(k + 4, round(effort * (8 + 4.2 * k + 2.0 * digits)))
 
 
-def solver_rows(k: int, products: int, n: int, vector: int, room: Room = USUAL) -> int:
-    """Vectors that a solve holds at its end, in memory: rows, result, some in the making.
+def held_rows(k: int, products: int, n: int, vector: int, room: Room = USUAL) -> int:
+    """Rows of a solve that are in memory at its end, and not in a file.
 
     Args:
         n: Elements of a vector.
         vector: Bytes of one, on each rank.
         room: As the solver is given it.
     """
-    rows = _given_rows(k, vector, room) or usual_rows(k, n) + RESERVE
-    held = 0 if room.file is not None else max(0, min(rows, products + 2, n))
-    return held + k + PASSING
+    rows = divided(n, k, vector, room).total
+    return 0 if room.file is not None else max(0, min(rows, products + 2, n))
 
 
 def mean_rows(k: int, products: int, n: int, vector: int, room: Room = USUAL) -> float:
@@ -43,12 +42,8 @@ def mean_rows(k: int, products: int, n: int, vector: int, room: Room = USUAL) ->
     They fill up once; a full basis is compressed to about half of the rows beyond the pairs, again
     and again, so that it is four fifths full from then on.
     """
-    full = min(products, n, _given_rows(k, vector, room) or usual_rows(k, n))
+    full = min(products, n, divided(n, k, vector, room).search)
     return full * (0.5 * full + 0.8 * (products - full)) / products
-
-
-def _given_rows(k: int, vector: int, room: Room) -> int | None:
-    return room.rows if room.bytes is None else room.bytes // vector - k - PASSING
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ from curvlab.probe import OperatorError
 REMEDY = (
     "Blocks are computed again when they are differentiated: they may read only their arguments, "
     "parameters and buffers, may not change an argument that is no dictionary or list, such as a "
-    "cache of keys and values, may not leave a tensor on self for use outside, and "
+    "cache of keys and values or a tensor (write x = x + y in place of x += y), may not leave a "
+    "tensor on self for use outside, and "
     "must pass tensors bare or in tuples, lists and dictionaries: no other class is looked into. "
     "Hooks that compute a weight before forward do so outside the block: replace the old "
     "torch.nn.utils.weight_norm and spectral_norm by those of torch.nn.utils.parametrizations. "
@@ -153,6 +154,7 @@ class _Call:
     spec: TreeSpec
     where: list[int]
     states: list[Tensor] = field(default_factory=list)  # of the generators, before the block ran
+    written: list[int] = field(default_factory=list)  # tensors that it wrote into in place
     results: list[Any] = field(default_factory=list)  # with TENSOR where one belongs
     results_spec: TreeSpec | None = None
 
@@ -164,7 +166,10 @@ class _Call:
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the block returns; it may change its own buffers, this first time."""
         opened = self.open(tensors, range(len(tensors)))
-        return self._run(opened, self.names[: len(self.own)])
+        versions = [tensor._version for tensor in tensors]
+        results = self._run(opened, self.names[: len(self.own)])
+        self.written = [i for i, t in enumerate(tensors) if t._version != versions[i]]
+        return results
 
     @property
     def parameters(self) -> int:
@@ -203,6 +208,10 @@ class _Call:
         return [leaf for leaf in flat if isinstance(leaf, Tensor)]
 
     @property
+    def name(self) -> str:
+        return f"a block ({type(self.of.block).__name__})"
+
+    @property
     def second(self) -> bool:
         return self.of.second
 
@@ -212,13 +221,14 @@ class _Call:
             for generator, state in zip(generators(tensors[0].device), self.states, strict=True):
                 generator.set_state(state)  # the context puts back the caller's
             first, end = len(self.own), len(self.names)
-            buffers = [buffer.clone() for buffer in tensors[first:end]]  # changed once more
+            # Changed once more: buffers, and what others may still have use for.
+            copied = {*range(first, end), *self.written}
+            given = [t.clone() if i in copied else t for i, t in enumerate(tensors)]
             try:
-                return self._run([*tensors[:first], *buffers, *tensors[end:]], self.names)
+                return self._run(given, self.names)
             except (TypeError, AttributeError, IndexError, KeyError, RuntimeError) as error:
                 raise OperatorError(
-                    f"a block ({type(self.of.block).__name__}) could not be run again: {error}. "
-                    f"{REMEDY}"
+                    f"{self.name} could not be run again: {error}. {REMEDY}"
                 ) from error
 
     def structured(self, tensors: Sequence[Tensor], leaves: list[Any]) -> tuple[Any, Any]:

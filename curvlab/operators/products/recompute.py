@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from curvlab.probe import OperatorError
+
 LARGE = 1 << 26  # bytes inside a function from which on computing it again pays, in memory
 PIECE = 1 << 24  # bytes inside a piece of such a function
 
@@ -26,12 +28,15 @@ class Function(Protocol):
     """What can be run again.
 
     Attributes:
+        name: For errors.
         second: Whether second derivatives are wanted in full, as for a Hessian. If not, the first
             derivatives can be differentiated with respect to their seeds only, as for ``J v``.
         parameters: How many inputs, the first ones, are parameters. A gradient that is made to be
             differentiated is only a root of its graph there: its value is not computed.
     """
 
+    @property
+    def name(self) -> str: ...
     @property
     def second(self) -> bool: ...
     @property
@@ -61,6 +66,7 @@ class Formula:
     function: Callable[..., Tensor]
     second: bool = True
     parameters: int = 0
+    name: str = "attention or cross-entropy in pieces"
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self.function(*tensors)]
@@ -92,6 +98,21 @@ def recomputable(*tensors: Tensor) -> bool:
     )
 
 
+def _unchanged(ctx: Any, function: Function) -> tuple[Tensor, ...]:
+    """The inputs that were saved; raises if one of them has been written to since."""
+    try:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):  # freed, say: no matter of the model's
+            raise
+        raise OperatorError(
+            f"what was given to {function.name} was changed in place, by itself or after it, and "
+            f"is needed to compute it again: {error}. Write x = x + y in place of x += y, or give "
+            'it x.clone(); or pass engine="rebuilt" with chunk=1, or a larger budget='
+        ) from error
+    return saved
+
+
 def _differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -116,10 +137,10 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *seeds: Tensor) -> Any:
-        tensors = ctx.saved_tensors
+        tensors = _unchanged(ctx, ctx.function)
         wanted = ctx.needs_input_grad[1:]
         if not ctx.function.second:
-            tensors = [tensor.detach() for tensor in tensors]
+            tensors = tuple(tensor.detach() for tensor in tensors)
         valued = not torch.is_grad_enabled()  # or made in order to be differentiated
         asked = _Asked(ctx.function, wanted, valued)
         gradients = _Gradient.apply(asked, len(tensors), *tensors, *seeds)  # type: ignore[no-untyped-call]
@@ -164,7 +185,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *along: Tensor) -> Any:
-        asked, given, count = ctx.asked, ctx.saved_tensors, ctx.count
+        asked, given, count = ctx.asked, _unchanged(ctx, ctx.asked.function), ctx.count
         leaves, seeds, gradients = _first(
             asked.function, given[:count], given[count:], asked.places, create=True
         )
