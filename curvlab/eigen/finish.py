@@ -38,7 +38,12 @@ def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
         _spot_check(solver, ritz, k)
     values = ritz.values[:k]
     vectors = krylov.rows.combine(ritz.mixing[:, :k])
-    residuals = ritz.residuals[:k] + solver.bounds.loss
+    stored = vectors.to(products.operator.dtype)
+    residuals = ritz.residuals[:k] + solver.bounds.loss + krylov.missing(ritz.mixing[:, :k])
+    if stored.dtype != vectors.dtype:  # what is returned are rounded vectors: so are its residuals
+        for i, (vector, row) in enumerate(zip(vectors, stored, strict=True)):
+            rounded = float(products.space.norm(vector - row))
+            residuals[i] += rounded * (krylov.norm + abs(float(values[i])))
     if checks:
         asked = tolerances(values, request.tol, request.relative_to, krylov.norm)
         doubtful = (residuals > asked) & (ritz.residuals[:k] <= asked)
@@ -46,8 +51,7 @@ def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
         chosen = torch.arange(k) if explicit else doubtful.nonzero().flatten()
         if products.spent + len(chosen) <= request.max_products:
             for i in chosen.tolist():
-                residuals[i] = _true_residual(solver, vectors[i], float(values[i]))
-    stored = vectors.to(products.operator.dtype)
+                residuals[i] = _true_residual(solver, stored[i], float(values[i]))
     tol, relative_to, bounds = request.tol, request.relative_to, solver.bounds
     judged = judge(
         values, residuals, tol=tol, relative_to=relative_to, norm=bounds.norm, floor=bounds.floor
@@ -65,7 +69,7 @@ def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
         converged=judged.converged.to(device),
         complete=settled and solver.doubt <= request.certify.doubt,
         doubt=solver.doubt if settled else 1.0,
-        orthogonality=orthogonality(vectors, products.space),
+        orthogonality=orthogonality(stored, products.space),
         norm=bounds.norm * unit,
         floor=bounds.floor * unit,
         asymmetry=krylov.noise / krylov.norm if krylov.norm > 0 else 0.0,
@@ -125,13 +129,22 @@ def imprecise(products: Products, late: int, worst: float, loss: float, norm: fl
 def _true_residual(solver: Solver, vector: Tensor, value: float) -> float:
     """From a product with the vector itself; what rounding can hide of it is added."""
     products, norm = solver.products, solver.krylov.norm
+    vector = vector.to(products.dtype)
     image = torch.empty_like(vector)
     products.into(vector, image)
     length = _distance(image, vector, value, products.space)
     if not length < float("inf"):
         raise OperatorError("the operator returned NaN or infinity when a result was checked")
     work_eps = float(torch.finfo(products.dtype).eps)
-    return length + products.rounding(norm) + 2.0 * work_eps * max(abs(value), length)
+    error = products.rounding(norm) + 2.0 * work_eps * max(abs(value), length)
+    if products.deflation is not None:
+        # What is left in the vector of the deflated directions, A may take elsewhere. Of its image,
+        # which may be as long as the norm before they are removed, half an epsilon stays.
+        image.copy_(vector)
+        products.project_out_(image)
+        left = float(products.space.norm(image.sub_(vector)))
+        error += (left + 0.5 * work_eps) * norm
+    return length + error
 
 
 def _distance(image: Tensor, vector: Tensor, value: float, space: Space) -> float:
