@@ -1,10 +1,11 @@
 """From a finished search to the result: vectors, residuals that can be relied on, the reason.
 
-Residuals come from the decomposition ``A V = V H + R C``, which holds to rounding; the amount by
-which it may not hold is added (``Bounds.loss``: rounding, and the operator error that the solve
-itself has measured). Where that allowance alone decides whether a pair has converged, or
-where ``Certify(explicit=True)`` is asked for, the residual is computed from a product with the
-vector itself.
+A residual is that of the vector as it is returned, with the operator's entries in exact arithmetic.
+It comes from the decomposition ``A V = V H + R C``, which holds to rounding; the amount by which it
+may not hold is added (``Bounds.loss``: rounding, and the operator error that the solve itself has
+measured; ``Krylov.missing``: remainders that were dropped). Where that allowance alone decides
+whether a pair has converged, or where ``Certify(explicit=True)`` is asked for, the residual is
+computed from a product with the vector itself.
 """
 
 import time
