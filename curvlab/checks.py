@@ -19,6 +19,14 @@ def flag(**given: bool) -> None:
             raise TypeError(f"{name}= is True or False; got {value!r}")
 
 
+def shown(progress: bool | None) -> None:
+    """Raise unless ``progress=`` says whether to show a line, or ``None`` leaves it open."""
+    if progress is not None and not isinstance(progress, bool):
+        raise TypeError(
+            f"progress= is True, False, or None to show a line on a terminal only; got {progress!r}"
+        )
+
+
 def inside(interval: str, /, **given: float) -> None:
     """Raise unless all numbers lie in ``interval``: ``inside("[0, 1)", momentum=momentum)``."""
     low, high = (float(end) for end in interval[1:-1].split(","))

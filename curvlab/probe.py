@@ -75,7 +75,8 @@ class Certificate:
     @property
     def passed(self) -> bool:
         # written so that a NaN fails
-        return all(x <= self.limit for x in (self.symmetry, self.repeatability, self.linearity))
+        errors = (self.symmetry, self.repeatability, self.linearity)
+        return self.limit < math.inf and all(x <= self.limit for x in errors)
 
     def _repr_html_(self) -> str:
         """In a notebook: what was measured, beside what rounding explains."""
@@ -90,6 +91,11 @@ class Certificate:
         """Raise :class:`OperatorError` naming what failed and its usual causes."""
         if self.passed:
             return
+        if not self.limit < math.inf:
+            raise OperatorError(
+                f"the certificate's limit is {self.limit}, which no error exceeds: it shows "
+                "nothing. Measure it again with curvlab.probe.probe(operator)"
+            )
         problems = []
         if not self.repeatability <= self.limit:
             problems.append(

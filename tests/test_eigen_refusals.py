@@ -6,7 +6,22 @@ import pytest
 import torch
 
 from curvlab.basis import Basis
-from curvlab.eigen import Certify, Checkpoint, NotConvergedError, Room, block_lanczos, lanczos
+from curvlab.eigen import (
+    Certify,
+    Checkpoint,
+    NotConvergedError,
+    Room,
+    block_lanczos,
+    diagonal,
+    eigenpairs_above,
+    lanczos,
+    layer_spectra,
+    power_iteration,
+    solve as solve_system,
+    spectral_density,
+    spectral_energy,
+    trace,
+)
 from curvlab.operators import FromFunction
 from curvlab.probe import Certificate, OperatorError, usual_limit
 from tests.dense_truth import rotated
@@ -465,3 +480,53 @@ def test_the_dense_way_makes_no_more_products_than_are_allowed(given, deflate):
         elif most == 5 and pairs.matvecs:
             with pytest.raises(ValueError, match="max_products="):
                 lanczos(operator, 30, max_products=most, deflate=deflate, dense=True)
+
+
+@pytest.mark.parametrize("name", ["symmetry", "repeatability", "linearity", "limit"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_certificate_that_is_not_finite_is_refused_before_any_product(name, bad):
+    operator = Drifting(1000, 0.0)
+    errors = {"symmetry": 0.0, "repeatability": 0.0, "linearity": 0.0, "limit": 1e-12}
+    if bad == float("inf"):  # an infinite error is within an infinite limit
+        errors["limit"] = bad
+    operator.certificate = Certificate(**errors | {name: bad}, products=4)
+    for solver in (lanczos, block_lanczos):
+        with pytest.raises(OperatorError):
+            solver(operator, 3)
+    assert operator.count == 0
+
+
+@pytest.mark.parametrize("solver", [partial(lanczos, dense=False), block_lanczos])
+@pytest.mark.parametrize("given", [[50], [2], [50, 51], [2, 50], [2, 3, 50]])
+def test_a_start_without_any_wanted_direction_still_finds_them(given, solver):
+    """Exact eigenvectors that are not wanted, and null vectors: a product leads nowhere else."""
+    values = torch.zeros(100, dtype=torch.float64)
+    values[:4] = torch.tensor([5.0, 4.0, 3.0, -2.0])
+    operator = FromFunction(lambda v: v * values, 100, dtype=torch.float64)
+    start = torch.eye(100, dtype=torch.float64)[given]
+    pairs = solver(operator, 2, v0=start).require_converged(complete=True)
+    assert torch.allclose(pairs.values, values[:2])
+    unproved = solver(operator, 2, v0=start, certify=False)
+    assert not unproved.complete
+
+
+@pytest.mark.parametrize("progress", ["a", 1, 0.0])
+def test_progress_is_a_choice_of_two_or_left_open(progress):
+    operator = Drifting(1000, 0.0)
+    ask = {"progress": progress}
+    for call in (
+        lambda: lanczos(operator, 3, **ask),
+        lambda: lanczos(operator, N, **ask, dense=True),
+        lambda: block_lanczos(operator, 3, **ask),
+        lambda: eigenpairs_above(operator, 5.0, **ask),
+        lambda: layer_spectra(operator, 3, **ask),
+        lambda: power_iteration(operator, 1, **ask),
+        lambda: solve_system(operator, torch.ones(N, dtype=torch.float64), **ask),
+        lambda: spectral_density(operator, **ask),
+        lambda: spectral_energy(operator, 0.1, **ask),
+        lambda: trace(operator, **ask),
+        lambda: diagonal(operator, **ask),
+    ):
+        with pytest.raises(TypeError, match="progress= is True, False, or None"):
+            call()
+    assert operator.count == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from curvlab.checks import shown
 from curvlab.eigen.products import Deflation, Products
 from curvlab.eigen.request import Certify, Checkpoint, as_checkpoint, check_start, request
 from curvlab.eigen.result import Eigenpairs, RelativeTo
@@ -45,6 +46,7 @@ def block_lanczos(
         block: Rows multiplied together, at least 2; the other arguments are those of
             :func:`~curvlab.eigen.lanczos`.
     """
+    shown(progress)
     products = Products(as_operator(operator), deflate, near_one=True)
     if isinstance(block, bool) or not isinstance(block, int) or not 2 <= block <= products.room:
         raise ValueError(

@@ -115,6 +115,7 @@ def state_of(solver: Solver) -> State:
     others = {
         "coupling": krylov.coupling[: krylov.size, : krylov.multiplied],
         "aside coupling": krylov.aside.coupling,
+        "dropped": krylov.dropped,
         "tilt": krylov.aside.tilt,
     }
     facts = {
@@ -143,6 +144,7 @@ def _require_tensors(
         "aside": (rows.dtype, "aside", rows.width),
         "coupling": (torch.float64, "size", multiplied),
         "aside coupling": (torch.float64, "aside", rows.capacity),
+        "dropped": (torch.float64, rows.capacity),
         "tilt": (torch.float64, "tilt", "tilt"),
     }
     sizes = require_tensors(path, tensors, shapes)
@@ -180,6 +182,7 @@ def restore(
     krylov.coupling[: krylov.size, : krylov.multiplied] = tensors["coupling"]
     krylov.aside.rows = tensors["aside"].to(krylov.rows.device)
     krylov.aside.coupling = tensors["aside coupling"]
+    krylov.dropped = tensors["dropped"]
     krylov.aside.lean(tensors["tilt"])
     for name in _PLAIN:
         setattr(solver, name, facts[name])

@@ -16,6 +16,7 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
+from curvlab.checks import shown
 from curvlab.eigen.estimate import Estimate, blocks, finite_images, random_signs
 from curvlab.eigen.growing import Growing
 from curvlab.eigen.lanczos import lanczos
@@ -95,6 +96,7 @@ def spectral_energy(
         raise ValueError(
             f"probes= is at least 2 and largest= at least 1; got {probes} and {largest}"
         )
+    shown(progress)
     products = Products(as_operator(operator), None)
     certificate = products.probe(seed)
     if certificate.exponent:

@@ -1,10 +1,11 @@
 """From a finished search to the result: vectors, residuals that can be relied on, the reason.
 
-Residuals come from the decomposition ``A V = V H + R C``, which holds to rounding; the amount by
-which it may not hold is added (``Bounds.loss``: rounding, and the operator error that the solve
-itself has measured). Where that allowance alone decides whether a pair has converged, or
-where ``Certify(explicit=True)`` is asked for, the residual is computed from a product with the
-vector itself.
+A residual is that of the vector as it is returned, with the operator's entries in exact arithmetic.
+It comes from the decomposition ``A V = V H + R C``, which holds to rounding; the amount by which it
+may not hold is added (``Bounds.loss``: rounding, and the operator error that the solve itself has
+measured; ``Krylov.missing``: remainders that were dropped). Where that allowance alone decides
+whether a pair has converged, or where ``Certify(explicit=True)`` is asked for, the residual is
+computed from a product with the vector itself.
 """
 
 import math
@@ -35,7 +36,9 @@ def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
     if checks and not explicit and not solver.exhausted:
         _spot_check(solver, ritz, k)
     values = ritz.values[:k]
-    residuals = ritz.residuals[:k] + solver.bounds.loss
+    residuals = ritz.residuals[:k] + solver.bounds.loss + krylov.missing(ritz.mixing[:, :k])
+    if products.operator.dtype != products.dtype:
+        residuals += _rounded(solver, ritz.mixing[:, :k], values)
     if checks:  # before there is a result: an operator has long vectors of its own meanwhile
         asked = tolerances(values, request.tol, request.relative_to, krylov.norm)
         doubtful = (residuals > asked) & (ritz.residuals[:k] <= asked)
@@ -63,7 +66,7 @@ def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
         converged=judged.converged.to(device),
         complete=settled and solver.doubt <= request.certify.doubt,
         doubt=solver.doubt if settled else 1.0,
-        orthogonality=orthogonality(vectors, products.space),
+        orthogonality=orthogonality(stored, products.space),
         norm=bounds.norm * unit,
         floor=bounds.floor * unit,
         asymmetry=krylov.noise / krylov.norm if krylov.norm > 0 else 0.0,
@@ -123,7 +126,7 @@ def imprecise(products: Products, late: int, worst: float, loss: float, norm: fl
 def _true_residual(solver: Solver, weights: Tensor, value: float) -> float:
     """From a product with the vector itself; what rounding can hide of it is added."""
     products, norm = solver.products, solver.krylov.norm
-    vector = _combined(solver.krylov, weights, products.dtype)
+    vector = _stored(solver, weights)
     image = torch.empty_like(vector)
     products.into(vector, image)
     square = combined_square((1.0, image), (-value, vector))
@@ -131,7 +134,32 @@ def _true_residual(solver: Solver, weights: Tensor, value: float) -> float:
     if not length < float("inf"):
         raise OperatorError("the operator returned NaN or infinity when a result was checked")
     work_eps = float(torch.finfo(products.dtype).eps)
-    return length + products.rounding(norm) + 2.0 * work_eps * max(abs(value), length)
+    error = products.rounding(norm) + 2.0 * work_eps * max(abs(value), length)
+    if products.deflation is not None:
+        # What is left in the vector of the deflated directions, A may take elsewhere. Of its image,
+        # which may be as long as the norm before they are removed, half an epsilon stays.
+        image.copy_(vector)
+        products.project_out_(image)
+        left = float(products.space.norm(image.sub_(vector)))
+        error += (left + 0.5 * work_eps) * norm
+    return length + error
+
+
+def _stored(solver: Solver, weights: Tensor) -> Tensor:
+    """A Ritz vector ``(width,)`` as it is returned, in the dtype of the work."""
+    products = solver.products
+    vector = _combined(solver.krylov, weights, products.dtype)
+    return vector.to(products.operator.dtype).to(products.dtype)
+
+
+def _rounded(solver: Solver, mixing: Tensor, values: Tensor) -> Tensor:
+    """What rounding the vectors that are returned adds to their residuals, ``(k,)``."""
+    krylov, products = solver.krylov, solver.products
+    lengths = []
+    for weights in mixing.T:
+        lost = _combined(krylov, weights, products.dtype).sub_(_stored(solver, weights))
+        lengths.append(float(products.space.norm(lost)))
+    return torch.tensor(lengths, dtype=torch.float64) * (krylov.norm + values.abs())
 
 
 def _combined(krylov: Krylov, weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ import math
 
 import numpy as np
 import torch
+from curvlab_kernels.algebra import rank_tolerance
 from curvlab_kernels.block import length_after, orthonormalise_with_
 from torch import Tensor, nn
 
@@ -61,6 +62,9 @@ class Krylov:
         self.rounding = 0.0  # norm of a product's rounding, where it had to be measured
         self.ragged = 0.0  # root mean square of that along a row
         self.lost = 0.0  # part of A V that compressions could not keep in H and C
+        # Of each product, how much may have been dropped as rounding: more than its rounding is.
+        # Remainders have unrelated directions: together they are about as long as the longest.
+        self.dropped = torch.zeros(capacity, dtype=torch.float64)
         self._host = rows.device.type == "cpu"
         self._pending: list[tuple[int, Tensor, Tensor]] = []
 
@@ -187,12 +191,16 @@ class Krylov:
             raise OperatorError(_NOT_FINITE)
         new = products.clone()
         # A direction more than the space has is rounding, whatever its length.
-        for vector in new[self._orthonormalise_block_(new)][: self.products.room - self.size]:
+        kept = new[self._orthonormalise_block_(new)][: self.products.room - self.size]
+        for vector in kept:
             self.rows.row(self.size).copy_(vector)
             self.rows.admit()
-        columns = self.rows.coefficients(products).cpu().numpy()
-        for j, column in enumerate(columns):
-            self._record(self.multiplied + j, column)
+        columns = self.rows.coefficients(products).cpu()
+        for j, (column, product) in enumerate(zip(columns, products, strict=True)):
+            self._record(self.multiplied + j, column.numpy())
+            if len(kept) < len(products):
+                held = self.rows.combine(column[:, None], torch.float64)[0]
+                self.dropped[self.multiplied + j] = self.rows.space.norm(held.sub_(product))
         self.multiplied += len(products)
         self.chained = False
 
@@ -219,6 +227,9 @@ class Krylov:
             self._record(j, column.numpy())
             # A remainder of this length is rounding, not a direction: rows from it are forgotten.
             if not self.norm or column[-1] <= self.breakdown(self.norm):
+                # One that came back as zero was at most the rank rule's share of the product.
+                share = rank_tolerance(self.rows.dtype, len(column) - 1)
+                self.dropped[j] = float(column[-1]) or share * float(column.norm())
                 self.multiplied = j + 1
                 self.chained = False
                 self.drop(len(column) - 1)
@@ -268,6 +279,8 @@ class Krylov:
             overlap, length = self.rows.orthonormalise_(target)
             column = torch.cat([overlap, length.reshape(1)]).cpu()
             kept = self.size + (1 if float(column[-1]) > 0.0 else 0)
+            if kept == self.size:
+                self.dropped[:m] += rank_tolerance(self.rows.dtype, kept) * remainder[:m].abs()
             self.coupling[first:kept, :m] += torch.outer(column[first:kept], remainder[:m])
             self.rows.admit(kept - self.size)
         aside.clear()
@@ -280,6 +293,7 @@ class Krylov:
             return
         self.rows.reserve(capacity)
         self.coupling = nn.functional.pad(self.coupling, (0, more, 0, more))
+        self.dropped = nn.functional.pad(self.dropped, (0, more))
         self.aside.coupling = nn.functional.pad(self.aside.coupling, (0, more))
 
     def forget(self, m: int) -> None:
@@ -287,6 +301,7 @@ class Krylov:
         self.rows.truncate(m)
         self.coupling[m:] = 0.0
         self.coupling[:, m:] = 0.0
+        self.dropped[m:] = 0.0
         self.multiplied = m
         self.chained = False
 
@@ -307,6 +322,10 @@ class Krylov:
         gone = (self.aside.coupling[:, :m] @ mixing).square().sum(0)
         return (inside + outside).sqrt() + gone.sqrt()
 
+    def missing(self, mixing: Tensor) -> Tensor:
+        """How much of products with the columns of ``V mixing`` was dropped at most, ``(p,)``."""
+        return self.dropped[: len(mixing)] @ mixing.abs()
+
     def _inside(self, mixing: Tensor, values: Tensor) -> Tensor:
         """``H Y - Y values``: the asymmetry of ``H``, and the rounding of its eigenpairs."""
         return self.coupling[: len(mixing), : len(mixing)] @ mixing - mixing * values
@@ -320,9 +339,9 @@ class Krylov:
         """
         m, p, f = self.multiplied, mixing.shape[1], self.frontier
         remainder = self.coupling[m : m + f, :m]
-        if p:
-            inside = self._inside(mixing, values).square().sum(0)
-            self.lost = math.hypot(self.lost, math.sqrt(float(inside.max())))
+        inside = float(torch.linalg.matrix_norm(self._inside(mixing, values), 2)) if p else 0.0
+        self.lost = math.hypot(self.lost, inside, float(self.dropped.max()))
+        self.dropped.zero_()
         self.rows.mix(mixing)
         coupling = torch.zeros_like(self.coupling)
         coupling[:p, :p] = torch.diag(values)

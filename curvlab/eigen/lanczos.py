@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from curvlab.checks import flag
+from curvlab.checks import flag, shown
 from curvlab.eigen.dense import dense_is_cheaper, dense_products, solve_dense
 from curvlab.eigen.products import Deflation, Products
 from curvlab.eigen.request import Certify, Checkpoint, as_checkpoint, check_start, request
@@ -86,6 +86,7 @@ def lanczos(
         Interrupted: A ``KeyboardInterrupt``: Ctrl-C or a termination signal ended the solve between
             two steps. Its ``partial`` holds the pairs found so far; a checkpoint is saved first.
     """
+    shown(progress)
     products = Products(as_operator(operator), deflate, near_one=True)
     keeping = as_checkpoint(checkpoint)
     start = check_start(v0, products)

@@ -20,6 +20,7 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
+from curvlab.checks import shown
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Deflation, Products, orthogonality
 from curvlab.eigen.request import check_choice, check_numbers, product_budget
@@ -69,6 +70,7 @@ def power_iteration(
         Interrupted: On Ctrl-C, with the pairs found so far, once everything done is in
             ``checkpoint``.
     """
+    shown(progress)
     by_value = check_choice("stop", stop, Stop) == "value"
     tol = (CHANGE if by_value else 1e-3) if tol is None else tol
     products = Products(as_operator(operator), deflate, near_one=True)

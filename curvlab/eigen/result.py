@@ -1,9 +1,9 @@
 """What every eigensolver returns: the pairs, how good each one is, and what the answer cost.
 
 Values and residuals are float64; vectors are orthonormal rows in the operator's precision, each
-with its largest element positive. ``residuals`` are upper bounds of ``||A v - value v||``: no
-reported residual is below the true one by more than the rounding of a product. With ``deflate=``,
-``A`` stands for ``P A P``, where ``P`` removes the deflated directions.
+with its largest element positive. ``residuals`` are upper bounds of ``||A v - value v||`` for these
+vectors and exact products: rounding is in them as far as it is known or was measured. With
+``deflate=``, ``A`` stands for ``P A P``, where ``P`` removes the deflated directions.
 
 A pair has converged when its residual is at most ``tol * |value|`` (``relative_to="value"``) or
 ``tol * ||A||`` (``relative_to="norm"``). A value that the operator's precision cannot tell from

@@ -17,7 +17,7 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from curvlab.checks import whole
+from curvlab.checks import shown, whole
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import Eigenpairs, NotConvergedError
 from curvlab.eigen.source import Source, as_operator
@@ -97,6 +97,7 @@ def solve(
     began = time.perf_counter()
     products = Products(as_operator(operator), None, near_one=True)
     whole(max_products=max_products)
+    shown(progress)
     far = far_exponent(b) if isinstance(b, Tensor) else 0
     b = brought_near(b, far) if far else b  # its squares would leave float64
     _check(products, b, damping, tol)

@@ -257,7 +257,8 @@ class Solver:
             n: ends[n] for n, doubt in enumerate(self.doubts) if doubt > self.request.certify.doubt
         }
         couplings = krylov.aside.coupling[:, : krylov.multiplied] @ ritz.mixing
-        chosen, tilt = tilted(open_ends, ritz.values, couplings, k, self.bounds.loss)
+        error = self.bounds.loss + float(krylov.dropped.max())
+        chosen, tilt = tilted(open_ends, ritz.values, couplings, k, error)
         krylov.aside.lean(tilt)
         if self._add_random():
             self.chain = Chain(krylov.multiplied, chosen)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from curvlab.checks import whole
+from curvlab.checks import shown, whole
 from curvlab.eigen.estimate import (
     Estimate,
     blocks,
@@ -55,6 +55,7 @@ def trace(
     """
     products = Products(as_operator(operator), None, near_one=True)
     whole(probes=probes)
+    shown(progress)
     products.probe(seed)
     third = max(1, probes // 3)  # sketch, exact shares, rest: the split of Hutch++
     if third >= products.n and not products.space.sharded:
@@ -172,6 +173,7 @@ def diagonal(
     """
     products = Products(as_operator(operator), None, near_one=True)
     whole(probes=probes)
+    shown(progress)
     if probes < 2:
         raise ValueError("diagonal needs probes >= 2 for an error bar")
     products.probe(seed)

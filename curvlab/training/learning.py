@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from curvlab.checks import shown
 from curvlab.learners import Learner, Population
 from curvlab.learners.described import described, structure
 from curvlab.learners.population import Loss
@@ -88,6 +89,7 @@ def learn(
     Returns:
         One :class:`Run` per seed, in their order.
     """
+    shown(progress)
     population = _population(models, seeds, batchnorm, autocast)
     evaluation = Evaluation() if evaluation is None else evaluation
     population.loss = loss
