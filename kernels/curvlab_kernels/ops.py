@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels import checks
+from curvlab_kernels.block import in_range
 from curvlab_kernels.formats import padded
 
 __all__ = ["padded"]  # beside what TABLE names
@@ -90,7 +91,8 @@ def project_list_(
     """:func:`project_` on tensors of any shapes, seen as one vector in their order, in place."""
     checks.check_basis(rows, factor, scales)
     checks.check_list(rows, tensors, "tensors")
-    checks.check_apart(rows, tensors=tensors)
+    sizes = checks.check_length(rows, tensors, "tensors")
+    checks.check_apart(rows, sizes, tensors=tensors)
     removed: Tensor = _kernels(rows).project_list_(rows, tensors, factor, scales)
     return removed
 
@@ -118,7 +120,8 @@ def sgd_step_(
         checks.check_alike(parameters, momenta, "parameters and momenta")
     elif hyper[2] != 0.0:
         raise ValueError(f"momentum={momentum} needs momenta: one tensor of zeros per parameter")
-    checks.check_apart(rows, gradients, parameters=parameters, momenta=momenta)
+    sizes = checks.check_length(rows, parameters, "parameters")
+    checks.check_apart(rows, sizes, gradients, parameters=parameters, momenta=momenta)
     removed: Tensor = _kernels(rows).sgd_step_(
         rows, parameters, gradients, momenta, *hyper, factor, scales
     )
@@ -168,15 +171,17 @@ def mix_(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
 
 
 def norm(vector: Tensor) -> Tensor:
-    """Euclidean norm of ``(n,)``, or of every row of ``(b, n)``, accumulated in float64."""
+    """Euclidean norm of ``(n,)``, or of every row of ``(b, n)``, accumulated in float64.
+
+    Of float64 vectors it is right for any finite norm; on a GPU the host then waits for it.
+    """
     checks.check_tensors(vector=vector)
     if vector.dim() not in (1, 2) or vector.dtype not in checks.WORKING:
         raise ValueError(
             f"norm needs float32 or float64 of shape (n,) or (b, n); got {vector.dtype}, "
             f"{tuple(vector.shape)}"
         )
-    result: Tensor = _kernels(vector).norm(vector.contiguous())
-    return result
+    return in_range(_kernels(vector).norm, vector.contiguous())
 
 
 def quantise(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

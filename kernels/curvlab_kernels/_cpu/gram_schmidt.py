@@ -62,7 +62,7 @@ def lanczos_step_(
         removed = torch.zeros(m, dtype=torch.float64)
         removed[-2:] = torch.from_numpy(weights)
     removed += again
-    if float(after) ** 2 < 0.5 * float(passed) ** 2:
+    if float(after) < 0.5**0.5 * float(passed):
         removed += project_once_(rows, vector)[0]
         after = norm(vector)
     beta = _normalise_(vector, before, after, m)
