@@ -94,15 +94,16 @@ def norm(vector: Tensor) -> Tensor:
 
 
 def in_range(norm: Callable[[Tensor], Tensor], vector: Tensor) -> Tensor:
-    """``norm(vector)``, of a float64 vector also where the squares of its elements are not float64.
+    """``norm(vector)``, on a CPU also where squares of float64 elements are not float64.
 
-    Such vectors, and those of zeros, are read three times more. The host waits for the norms.
+    Such vectors, and those of zeros, are read three times more. A GPU's host would wait to see
+    whether that is needed: there norms are infinite above 1e154, and lose digits below 1e-146.
     """
     norms = norm(vector)
-    if vector.dtype != torch.float64 or not vector.numel():
+    if vector.dtype != torch.float64 or not vector.numel() or vector.device.type != "cpu":
         return norms
-    found = norms.tolist()
-    if all(TINY < each < torch.inf for each in ([found] if vector.dim() == 1 else found)):
+    found: list[float] = [float(norms)] if vector.dim() == 1 else norms.tolist()
+    if all(TINY < each < torch.inf for each in found):
         return norms
     largest = torch.linalg.vector_norm(vector, torch.inf, dim=-1)
     # By powers of two, which round nothing; ldexp's own power has to be a float64 as well.

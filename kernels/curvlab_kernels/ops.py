@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from curvlab_kernels import checks
-from curvlab_kernels.block import in_range
 from curvlab_kernels.formats import padded
 
 __all__ = ["padded"]  # beside what TABLE names
@@ -173,7 +172,8 @@ def mix_(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
 def norm(vector: Tensor) -> Tensor:
     """Euclidean norm of ``(n,)``, or of every row of ``(b, n)``, accumulated in float64.
 
-    Of float64 vectors it is right for any finite norm; on a GPU the host then waits for it.
+    On a CPU that of a float64 vector may be any number; on a GPU it is infinite above 1e154, and 0
+    or short of digits below 1e-146, where squares are: the host would have to wait to see it.
     """
     checks.check_tensors(vector=vector)
     if vector.dim() not in (1, 2) or vector.dtype not in checks.WORKING:
@@ -181,7 +181,8 @@ def norm(vector: Tensor) -> Tensor:
             f"norm needs float32 or float64 of shape (n,) or (b, n); got {vector.dtype}, "
             f"{tuple(vector.shape)}"
         )
-    return in_range(_kernels(vector).norm, vector.contiguous())
+    result: Tensor = _kernels(vector).norm(vector.contiguous())
+    return result
 
 
 def quantise(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,9 @@ def norm(vector: Tensor) -> Tensor:
     loops = choose(vector[:1], vector).loops if vector.dim() == 1 else None
     if loops is None:
         return block.norm(vector)
-    return spread(loops.squares, NOTHING, None, vector, 1)[0].sqrt()
+    return block.in_range(
+        lambda values: spread(loops.squares, NOTHING, None, values, 1)[0].sqrt(), vector
+    )
 
 
 def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
