@@ -59,6 +59,23 @@ def test_every_tier_gives_the_same_numbers(tier, dtype, slab_bytes, generator, m
         assert float((exact @ exact.T - torch.eye(10)).abs().max()) <= 5e-7
 
 
+@pytest.mark.parametrize("kind", ["twice", "expanded"])
+def test_a_list_that_holds_one_number_twice_is_refused_wherever_the_rows_are(tier, kind, generator):
+    basis = Basis(100, 4, tier=tier)
+    basis.extend(torch.randn(4, 100, generator=generator))
+    first, other = torch.randn(2, 50, generator=generator)
+    tensors = [first, first] if kind == "twice" else [first, other[:1].expand(50)]
+    kept, slopes = [first.clone(), other.clone()], [torch.ones(50), torch.ones(50)]
+    with pytest.raises(ValueError, match=r"share memory|one number twice"):
+        basis.project_out_(tensors)
+    for parameters, momenta in ((tensors, slopes), ([torch.ones(50), torch.ones(50)], tensors)):
+        with pytest.raises(ValueError, match=r"share memory|one number twice"):
+            basis.sgd_step_(parameters, [torch.ones(1).expand(50)] * 2, momenta, 0.1, 0.0, 0.9)
+    assert torch.equal(first, kept[0])
+    assert torch.equal(other, kept[1])
+    basis.sgd_step_([first, other], [torch.ones(1).expand(50)] * 2, slopes, 0.1, 0.0, 0.9)
+
+
 def test_orthonormal_pieces_are_fetched_once_per_projection(tmp_path, generator, monkeypatch):
     fetched = []
     original = tiers.pieces

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import sys
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from curvlab_kernels import ops, reference
+from curvlab_kernels.spans import meet, ranges_differ
 
 
 @pytest.fixture
@@ -155,6 +157,28 @@ WRONG = [
         r"tensors\[0\] .* one number twice",
     ),
     (
+        lambda r, v: ops.project_list_(r, [v[:20].as_strided((4, 3), (1, 2))]),
+        ValueError,
+        r"tensors\[0\] .* one number twice",
+    ),
+    (
+        lambda r, v: ops.sgd_step_(r, [v[:1].expand(2, 9)], [v[1:19].view(2, 9)], [], 0.1),
+        ValueError,
+        r"parameters\[0\] .* one number twice",
+    ),
+    (
+        lambda r, v: ops.sgd_step_(
+            r, [v[1:19].view(2, 9)], [v[19:37].view(2, 9)], [v[:9].expand(2, 9)], 0.1
+        ),
+        ValueError,
+        r"momenta\[0\] .* one number twice",
+    ),
+    (
+        lambda r, v: ops.sgd_step_(r, [v[:18].view(2, 9)], [v[:1].expand(2, 9)], [], 0.1),
+        ValueError,
+        r"gradients\[0\] and parameters\[0\] share",
+    ),
+    (
         lambda r, v: ops.project_list_(r, [v.view(5, 10)[:, :6], v.view(5, 10)[:, 5:]]),
         ValueError,
         r"tensors\[0\] and tensors\[1\] share memory",
@@ -223,3 +247,59 @@ def test_a_gradient_may_be_the_parameter_or_the_momentum_that_it_moves(rows, gen
     ops.sgd_step_(rows, [expected], [given.clone()], [], 0.1)
     ops.sgd_step_(rows, [given], [given], [], 0.1)
     assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("kind", ["number", "row", "column", "windows"])
+def test_expanded_gradients_are_read_as_what_they_show(rows, kind, momentum, generator):
+    """What backward makes of a sum: one number in memory for many."""
+    slope = {
+        "number": lambda: vector(generator, 1).expand(5, 10),
+        "row": lambda: vector(generator, 10).expand(5, 10),
+        "column": lambda: vector(generator, 5, 1).expand(5, 10),
+        "windows": lambda: vector(generator, 14).as_strided((5, 10), (1, 1)),
+    }[kind]()
+    given, change = vector(generator, 5, 10), vector(generator, 5, 10)
+    expected, kept = [given.clone(), change.clone()], slope.clone()
+    for step, weight, buffer, grad in (
+        (ops.sgd_step_, given, change, slope),
+        (reference.sgd_step_, *expected, kept),
+    ):
+        step(rows, [weight], [grad], [buffer] if momentum else [], 0.1, 0.01, momentum)
+    torch.testing.assert_close([given, change], expected, rtol=1e-14, atol=1e-14)
+    assert torch.equal(slope, kept)
+
+
+def test_tensors_lie_apart_where_no_two_of_them_meet(generator):
+    """Of parallel lists in one buffer, some empty; asked twice, as a training does."""
+    seen = set()
+    for _ in range(300):
+        buffer = torch.zeros(60)
+        sizes = tuple(torch.randint(0, 5, (3,), generator=generator).tolist())
+        starts = torch.randint(0, 56, (6,), generator=generator).tolist()
+        tensors = [buffer[at : at + size] for at, size in zip(starts, 2 * sizes, strict=True)]
+        low = int(torch.randint(0, 50, (), generator=generator))
+        every = [buffer[low : low + 8], *tensors]
+        apart = not any(meet(a, b) for a, b in itertools.combinations(every, 2))
+        for _ in range(2):
+            assert ranges_differ(every[0], tensors, sizes) == apart
+        seen.add(apart)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("n", [50, 5000])
+@pytest.mark.parametrize("scale", [1e-320, 1e-200, 1e-155, 1e-145, 1e145, 1e155, 1e200, 1e303])
+def test_a_norm_is_right_where_squares_leave_the_range_of_float64(scale, n, generator):
+    block = vector(generator, 4, n)
+    block[1] *= scale
+    block[2], block[3, 7] = 0.0, torch.nan
+    unit = block[1] / scale  # of what the last places of a subnormal number hold
+    exact = float(unit.norm())
+    for norm in (ops.norm, reference.norm):
+        for found in (norm(block), torch.stack([norm(row) for row in block])):
+            assert float(found[1] / scale) == pytest.approx(exact, rel=1e-14 + 5e-324 / scale)
+            assert float(found[0]) == pytest.approx(float(block[0].norm()), rel=1e-14)
+            assert float(found[2]) == 0.0
+            assert bool(found[3].isnan())
+    block[1, 3] = torch.inf
+    assert float(ops.norm(block[1])) == torch.inf

@@ -198,7 +198,24 @@ def gpu_check_itself(device):
     gpu_checks.moving_tensors(device, n=300, steps=3)
 
 
+def expanded_gradients(_device):
+    """A gradient that is one number in memory, beside a parameter with strides."""
+    from curvlab_kernels import _triton, reference
+    from curvlab_kernels.audit.agreement import basis, random
+
+    rows, _ = basis(5, 600, torch.float32)
+    weight, change, number = (random(600, seed=i, dtype=torch.float32) for i in range(3))
+    results = []
+    for step in (_triton.sgd_step_, reference.sgd_step_):
+        parameter, momentum = weight.clone().view(20, 30).T, change.clone().view(30, 20)
+        slope = number[:1].expand(30, 20)
+        step(rows, [parameter], [slope], [momentum], 0.1, 0.01, 0.9)
+        results.append((parameter, momentum))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
 EXTRA = {
+    "expanded-gradients": expanded_gradients,
     "columns-beyond-32-bits": columns_beyond_32_bits,
     "bytes-read": bytes_read,
     "broken-kernels-are-seen": broken_kernels_are_seen,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from curvlab_kernels import ops
+from curvlab_kernels import checks, ops
 from curvlab_kernels.checks import WORKING
 from torch import Tensor
 
@@ -25,6 +25,7 @@ def project_list_(rows: "Projector", tensors: Sequence[Tensor]) -> Tensor:
     if whole is not None and not rows.space.sharded:
         return ops.project_list_(whole[0], tensors, rows.factor, whole[1])
     _check(rows, tensors, "gradients")
+    checks.check_places({"tensors": tensors})
     held = rows.space.take_list(tensors)
     removed = rows.project_out_(held)
     rows.space.give_list(held, tensors)
@@ -54,6 +55,8 @@ def sgd_step_(
     if momentum != 0.0 and not momenta:
         one = "one shard of zeros" if space.sharded else "one tensor of zeros per parameter"
         raise ValueError(f"momentum={momentum} needs momenta: {one}")
+    # Gradients may lie where they like: they are copied before anything changes.
+    checks.check_places({"parameters": parameters, "momenta": momenta})
     step = _held(rows, gradients, "gradients")
     values = space.take_list(parameters)
     if weight_decay:

@@ -245,7 +245,8 @@ class Rows(Projector):
         ):
             hyper = (float(lr), float(weight_decay), float(momentum))
             # Otherwise the operation says what is wrong, if anything is.
-            if isfinite(sum(hyper)) and ranges_differ([whole[0], weight, slope, *momenta]):
+            flat = [weight, slope, *momenta]
+            if isfinite(sum(hyper)) and ranges_differ(whole[0], flat, (self.width,)):
                 return self._sgd_step(
                     whole[0], parameters, gradients_, momenta, *hyper, self.factor, whole[1]
                 )

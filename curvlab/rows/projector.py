@@ -135,7 +135,7 @@ class Projector:
         """
         whole = self.store.whole
         if whole is not None and self._good(vectors):
-            checks.check_in_place(vectors, whole[0])
+            checks.check_not_of(whole[0], vectors)
             return self._project(whole[0], vectors, self.factor, whole[1])
         if not isinstance(vectors, Tensor):
             return gradients.project_list_(self, list(vectors))

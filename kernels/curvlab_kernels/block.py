@@ -19,6 +19,8 @@ from curvlab_kernels.algebra import (
 )
 from curvlab_kernels.formats import CHUNK
 
+TINY = 1e-140  # a norm below which squares of elements may be too small for all digits of a float64
+LEAST = torch.finfo(torch.float64).tiny
 CONVERTED = 1 << 19  # elements taken to float64 at a time
 
 
@@ -88,6 +90,30 @@ def orthonormalise_with_(
 
 def norm(vector: Tensor) -> Tensor:
     """Euclidean norm of ``(n,)`` or of every row of ``(b, n)``, accumulated in float64."""
+    return in_range(_norm, vector)
+
+
+def in_range(norm: Callable[[Tensor], Tensor], vector: Tensor) -> Tensor:
+    """``norm(vector)``, on a CPU also where squares of float64 elements are not float64.
+
+    Such vectors, and those of zeros, are read three times more. A GPU's host would wait to see
+    whether that is needed: there norms are infinite above 1e154, and lose digits below 1e-146.
+    """
+    norms = norm(vector)
+    if vector.dtype != torch.float64 or not vector.numel() or vector.device.type != "cpu":
+        return norms
+    found: list[float] = [float(norms)] if vector.dim() == 1 else norms.tolist()
+    if all(TINY < each < torch.inf for each in found):
+        return norms
+    largest = torch.linalg.vector_norm(vector, torch.inf, dim=-1)
+    # By powers of two, which round nothing; ldexp's own power has to be a float64 as well.
+    exponents = torch.frexp(largest).exponent.clamp(-1000, 1000)
+    near = torch.ldexp(vector, -exponents.unsqueeze(-1))
+    far = (norms <= TINY) | (norms == torch.inf)  # and not NaN
+    return torch.where(far, torch.ldexp(norm(near), exponents), norms)
+
+
+def _norm(vector: Tensor) -> Tensor:
     norms = [torch.linalg.vector_norm(values, dim=-1) for _, values in _converted(vector)]
     if not norms:
         return vector.new_zeros(vector.shape[:-1], dtype=torch.float64)
@@ -108,14 +134,15 @@ def normalise_(vector: Tensor, before: Tensor, m: int) -> Tensor:
 
 def length_after(before: Tensor, after: Tensor, m: int, dtype: torch.dtype) -> Tensor:
     """The norm ``after`` projecting against ``m`` rows; 0 if what is left is rounding."""
-    independent = after > rank_tolerance(dtype, m) * before
+    independent = (after > rank_tolerance(dtype, m) * before) & (after >= LEAST)
     # A NaN is not hidden as a dependent vector: it stays NaN.
     return torch.where(after.isfinite() & ~independent, torch.zeros_like(after), after)
 
 
 def scale_(vectors: Tensor, norms: Tensor) -> None:
-    """Divide every row by its norm in place; a row whose norm is zero becomes zero."""
-    factors = torch.where(norms == 0, 0.0, 1.0 / torch.where(norms == 0, 1.0, norms))
+    """Divide every row by its norm in place; a row whose norm is zero, or subnormal, is zeroed."""
+    nothing = norms < LEAST  # and its reciprocal not finite
+    factors = torch.where(nothing, 0.0, 1.0 / torch.where(nothing, 1.0, norms))
     for columns, values in _converted(vectors):
         columns.copy_(values.mul_(factors.unsqueeze(-1)))
 

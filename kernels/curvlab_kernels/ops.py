@@ -90,7 +90,8 @@ def project_list_(
     """:func:`project_` on tensors of any shapes, seen as one vector in their order, in place."""
     checks.check_basis(rows, factor, scales)
     checks.check_list(rows, tensors, "tensors")
-    checks.check_apart(rows, tensors=tensors)
+    sizes = checks.check_length(rows, tensors, "tensors")
+    checks.check_apart(rows, sizes, tensors=tensors)
     removed: Tensor = _kernels(rows).project_list_(rows, tensors, factor, scales)
     return removed
 
@@ -118,7 +119,8 @@ def sgd_step_(
         checks.check_alike(parameters, momenta, "parameters and momenta")
     elif hyper[2] != 0.0:
         raise ValueError(f"momentum={momentum} needs momenta: one tensor of zeros per parameter")
-    checks.check_apart(rows, gradients, parameters=parameters, momenta=momenta)
+    sizes = checks.check_length(rows, parameters, "parameters")
+    checks.check_apart(rows, sizes, gradients, parameters=parameters, momenta=momenta)
     removed: Tensor = _kernels(rows).sgd_step_(
         rows, parameters, gradients, momenta, *hyper, factor, scales
     )
@@ -168,7 +170,11 @@ def mix_(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
 
 
 def norm(vector: Tensor) -> Tensor:
-    """Euclidean norm of ``(n,)``, or of every row of ``(b, n)``, accumulated in float64."""
+    """Euclidean norm of ``(n,)``, or of every row of ``(b, n)``, accumulated in float64.
+
+    On a CPU that of a float64 vector may be any number; on a GPU it is infinite above 1e154, and 0
+    or short of digits below 1e-146, where squares are: the host would have to wait to see it.
+    """
     checks.check_tensors(vector=vector)
     if vector.dim() not in (1, 2) or vector.dtype not in checks.WORKING:
         raise ValueError(

@@ -129,6 +129,8 @@ def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     after them is at most ``algebra.rank_tolerance`` times its norm before is dependent: what is
     left is rounding. It is set to zero and its norm is reported as zero.
 
+    The fast kernels sum squares: scale float64 vectors with norms outside 1e-140 to 1e150 first.
+
     Returns:
         The coefficients removed by both passes ``(m,)``, and the norm after them, before
         normalising ``()``; both float64.
@@ -173,7 +175,7 @@ def lanczos_step_(
         removed[-1:] = _project_once(rows[-1:], vector)[0]
     passed = norm(vector)
     removed += _project_once(rows, vector)[0]
-    if float(norm(vector)) ** 2 < 0.5 * float(passed) ** 2:
+    if float(norm(vector)) < 0.5**0.5 * float(passed):
         removed += _project_once(rows, vector)[0]
     beta = normalise_(vector, before, rows.shape[0])
     return removed[-1], beta, removed

@@ -1,6 +1,9 @@
 """Which memory tensors occupy. Exact answers that ranges alone cannot give mark every byte."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import cycle
+from operator import add, le
 
 import torch
 from torch import Tensor
@@ -15,14 +18,30 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
 
 
-def ranges_differ(tensors: Sequence[Tensor]) -> bool:
-    """Whether contiguous tensors lie apart; made for every step of a training."""
-    last = 0
-    for begin, size in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
-        if begin < last:
-            return False
-        last = begin + size
-    return True
+def ranges_differ(rows: Tensor, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> bool:
+    """Whether contiguous tensors of one dtype lie apart from each other and from the rows.
+
+    Args:
+        tensors: Parallel lists, one after the other.
+        sizes: Elements of the tensors of one list.
+    """
+    if not tensors:
+        return True
+    begins = tuple(map(Tensor.data_ptr, tensors))
+    rows_bytes = rows.numel() * rows.itemsize  # nbytes takes twice as long
+    return _differ(rows.data_ptr(), rows_bytes, begins, sizes, tensors[0].itemsize)
+
+
+# Depends on nothing but its arguments, so an answer is never stale. In a training parameters stay
+# where they are and gradients mostly do: then the addresses of the last steps are looked up.
+@lru_cache(maxsize=16)
+def _differ(
+    rows: int, rows_bytes: int, begins: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
+) -> bool:
+    lengths = cycle([size * itemsize for size in sizes])
+    starts, ends = sorted([rows, *begins]), sorted([rows + rows_bytes, *map(add, begins, lengths)])
+    # They lie apart if, where a range begins, as many have ended as have begun before it.
+    return all(map(le, ends, starts[1:]))
 
 
 def meet(first: Tensor, second: Tensor) -> bool:

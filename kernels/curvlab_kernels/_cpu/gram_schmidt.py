@@ -23,7 +23,9 @@ def norm(vector: Tensor) -> Tensor:
     loops = choose(vector[:1], vector).loops if vector.dim() == 1 else None
     if loops is None:
         return block.norm(vector)
-    return spread(loops.squares, NOTHING, None, vector, 1)[0].sqrt()
+    return block.in_range(
+        lambda values: spread(loops.squares, NOTHING, None, values, 1)[0].sqrt(), vector
+    )
 
 
 def orthonormalise_(rows: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +64,7 @@ def lanczos_step_(
         removed = torch.zeros(m, dtype=torch.float64)
         removed[-2:] = torch.from_numpy(weights)
     removed += again
-    if float(after) ** 2 < 0.5 * float(passed) ** 2:
+    if float(after) < 0.5**0.5 * float(passed):
         removed += project_once_(rows, vector)[0]
         after = norm(vector)
     beta = _normalise_(vector, before, after, m)
