@@ -15,6 +15,7 @@ from curvlab.eigen import (
     Density,
     Eigenpairs,
     Estimate,
+    Room,
     SpectralEnergy,
     diagonal,
     lanczos,
@@ -47,6 +48,10 @@ COUNTING = {
     "lanczos": lambda operator, **keep: lanczos(operator, 3, tol=1e-6, dense=False, **keep),
     "lanczos, cut short": lambda operator, **keep: lanczos(
         operator, 3, tol=1e-6, dense=False, max_products=27, **keep
+    ),
+    # whose chain lets go of its older rows
+    "lanczos, few rows": lambda operator, **keep: lanczos(
+        operator, 2, tol=1e-3, dense=False, room=Room(rows=11), **keep
     ),
     "power, cut short": lambda operator, **keep: power_iteration(
         operator, 3, tol=1e-9, max_products=21, **keep

@@ -211,13 +211,64 @@ POWER_LAW = 3 * torch.arange(1, 401).double() ** -0.4  # small gaps: a chain nee
 
 
 @pytest.mark.parametrize("rows", [14, 16, 20])
-def test_chains_that_fill_their_rows_are_followed_by_others_until_copies_are_excluded(rows):
+def test_a_chain_that_fills_its_rows_goes_on_without_the_older_ones(rows):
     usual = lanczos(diagonal(POWER_LAW), 5, tol=1e-3, dense=False)
-    pairs = lanczos(diagonal(POWER_LAW), 5, tol=1e-3, dense=False, room=Room(rows=rows))
-    assert pairs.complete
-    assert pairs.doubt <= 1e-3
-    assert pairs.matvecs <= 1.5 * usual.matvecs
-    assert torch.allclose(pairs.values, POWER_LAW[:5], rtol=1e-3)
+    products = Products(diagonal(POWER_LAW), None)
+    solver = Solver(products, request(products, 5, room=Room(rows=rows)), products.probe(0))
+    solver.start(None)
+    gone = 0
+    while solver.outcome is None:
+        solver.step()
+        gone = max(gone, 0 if solver.chain is None else solver.chain.gone)
+    assert gone > 0
+    assert solver.draws == 2  # the start, and one chain
+    assert solver.outcome is Outcome.CONVERGED
+    assert solver.doubt <= 1e-3
+    assert products.count <= 1.5 * usual.matvecs
+    assert torch.allclose(solver.ritz().values[:5], POWER_LAW[:5], rtol=1e-3)
+
+
+def test_a_chain_without_its_older_rows_has_the_recurrence_of_one_with_all():
+    """Until orthogonality goes: that of rounding, which grows with every step."""
+    chains = []
+    for slides in (True, False):
+        products = Products(diagonal(POWER_LAW), None)
+        solver = Solver(products, request(products, 5), products.probe(0))
+        solver.start(None)
+        while solver.chain is None:
+            solver.step()
+        chain, krylov = solver.chain, solver.krylov
+        while len(chain) < 12:
+            solver._expand()
+            krylov.settle()
+            chain.read(krylov)
+            if slides and len(chain) > 1:
+                chain.slide(krylov)
+                assert krylov.size == chain.first + 2
+        chains.append(torch.tensor([chain.alphas, chain.betas], dtype=torch.float64))
+    assert torch.allclose(*chains, rtol=1e-9)
+
+
+def test_what_a_chain_finds_without_its_older_rows_is_searched_for():
+    """Near the last wanted value, where a chain sees a copy only after many products."""
+    values = POWER_LAW.clone()
+    values[5] = values[4] * 1.02  # a start vector without it leaves it to the chain
+    values[6:] *= 0.9
+    start = torch.rand(1, len(values), dtype=torch.float64)
+    start[0, 5] = 0.0
+    products = Products(diagonal(values), None)
+    solver = Solver(products, request(products, 5, room=Room(rows=14)), products.probe(0))
+    solver.start(start)
+    found_after = []
+    while solver.outcome is None:
+        chain, finds = solver.chain, solver.finds
+        solver.step()
+        if solver.finds > finds:
+            found_after.append(chain.gone)
+    assert max(found_after) > 0
+    assert solver.outcome is Outcome.CONVERGED
+    wanted = values.sort(descending=True).values[:5]
+    assert torch.allclose(solver.ritz().values[:5], wanted, rtol=1e-3)
 
 
 def test_copies_are_missed_in_chains_of_few_rows_no_more_often_than_the_doubt_says():

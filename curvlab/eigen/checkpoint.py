@@ -42,9 +42,10 @@ _CHAIN = {
     "edges": [_EDGE],
     "alphas": [FINITE],
     "betas": [FINITE],
+    "gone": COUNT,
 }
 _PLAIN = {
-    **dict.fromkeys(("draws", "finds", "next_look"), COUNT),
+    **dict.fromkeys(("draws", "finds", "next_look", "sought"), COUNT),
     "doubts": [FINITE],
     "converged_at": (None, COUNT),
     "exhausted": bool,
@@ -132,7 +133,7 @@ def _chain_facts(chain: Chain) -> dict[str, Any]:
         {"number": number, "point": edge.point, "side": edge.side}
         for number, edge in chain.edges.items()
     ]
-    return {"first": chain.first, "edges": edges, "alphas": chain.alphas, "betas": chain.betas}
+    return {**{name: getattr(chain, name) for name in _CHAIN}, "edges": edges}
 
 
 def _require_tensors(
@@ -158,6 +159,7 @@ def _require_tensors(
             for edge in chain["edges"]
         )
         good = good and len(chain["alphas"]) == len(chain["betas"])
+        good = good and chain["gone"] <= max(0, len(chain["alphas"]) - 1)
     if not good:
         raise StorageError(f"{path} is damaged: its figures contradict each other")
 

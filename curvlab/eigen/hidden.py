@@ -24,6 +24,13 @@ is below ``q / n``, an eigenvector beyond ``x`` would need ``g^2 < q``: an event
 ``doubt``. If instead a Ritz value of the chain passes ``x``, there is more beyond ``x`` than the
 wanted pairs, and the search goes on with what the chain has seen.
 
+The recurrence needs the last two of the chain's rows. Where there is no room for more, the others
+are let go of. The rows are then orthogonal to ``V`` and to their neighbours only, and what has
+converged in the chain comes again. The recurrence is still, up to rounding, that of a measure whose
+points are as near to the eigenvalues of ``B`` and, taken together, as heavy as without rounding
+(Greenbaum 1989): the bound stands, and only a chain that finds something has lost the rows that
+show it.
+
 Products are those of ``A`` only up to rounding, and that moves eigenvalues by no more (Weyl again):
 ``x`` lies inside of the edge by that much. Where the wanted part of the spectrum has two edges each
 has its own ``M``. A chain tilted for one shows the other at a point moved inwards by the norm of
@@ -51,19 +58,21 @@ class Chain:
     Attributes:
         first: Row of the basis that holds ``z_0``.
         edges: Which this chain is to show: by their number, the point for ``B``.
+        gone: How many of its rows are no longer held.
     """
 
     first: int
     edges: dict[int, Edge]
     alphas: list[float] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
+    gone: int = 0
 
     def __len__(self) -> int:
         return len(self.alphas)
 
     def read(self, krylov: Krylov) -> None:
         """Take the recurrence from the products since the last time."""
-        for j in range(self.first + len(self), krylov.multiplied):
+        for j in range(self.first + len(self) - self.gone, krylov.multiplied):
             column = krylov.coupling[:, j]
             self.alphas.append(float(column[j]))
             # A chain that closes shows all that its start vector meets, as far as rounding lets.
@@ -71,6 +80,11 @@ class Chain:
             self.betas.append(
                 krylov.breakdown(float(column.norm())) if closes else float(column[j + 1])
             )
+
+    def slide(self, krylov: Krylov) -> None:
+        """Let go of all rows but the two that the recurrence needs."""
+        krylov.slide(self.first)
+        self.gone = len(self) - 1
 
     def found(self) -> bool:
         """Whether ``B`` is seen to have an eigenvalue beyond its own edge."""

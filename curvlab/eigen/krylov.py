@@ -305,6 +305,24 @@ class Krylov:
         self.multiplied = m
         self.chained = False
 
+    def slide(self, first: int) -> None:
+        """Keep of a chain of rows from ``first`` on only what its recurrence goes on from.
+
+        That is the last row that was multiplied, and the frontier row after it.
+        """
+        last = self.multiplied - 1
+        column = self.coupling[:, last].clone()
+        for target, source in ((first, last), (first + 1, last + 1)):
+            self.rows.row(target).copy_(self.rows.row(source))
+        self.rows.truncate(first + 2)
+        self.coupling[first:] = 0.0
+        self.coupling[:, first:] = 0.0
+        self.coupling[:first, first] = column[:first]
+        self.coupling[first : first + 2, first] = column[last : last + 2]
+        self.dropped[first] = self.dropped[last]
+        self.dropped[first + 1 :] = 0.0
+        self.multiplied = first + 1
+
     def projected(self) -> Tensor:
         """``T``, shape ``(m, m)``, float64."""
         h = self.coupling[: self.multiplied, : self.multiplied]

@@ -152,8 +152,7 @@ def divided(
             "time with deflate=, or keep the rows in a file: Room(file=...)"
         )
     beside = total - k - block  # what a chain can have at most
-    # Half: letting go of Ritz vectors near the edge makes a chain longer by about as many rows.
-    reserve = min(reserve, beside, max(_least_reserve(block, copies), total // 2))
+    reserve = min(reserve, beside, _least_reserve(block, copies))
     search = min(total, n + block + 2)
     return Quota(search, reserve, min(total, search + reserve), file)
 

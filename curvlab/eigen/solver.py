@@ -53,6 +53,7 @@ class Solver:
         self.exhausted = False  # every direction of the space has been multiplied
         self.found = 0  # wanted pairs that have converged, shown in the progress line
         self.next_look = 0  # products at which the Ritz pairs are looked at again
+        self.sought = 0  # products until which what a chain found may still come into sight
 
     @property
     def doubt(self) -> float:
@@ -171,7 +172,9 @@ class Solver:
         if krylov.size + block > basis:
             free = min(basis - krylov.frontier - block, krylov.multiplied)
             self._compress(min(max(k + 1, k + (basis - k) // 2), free))
-        if block == 1:
+        if self.products.spent < self.sought and krylov.frontier > 1:
+            krylov.lead(torch.eye(krylov.frontier, dtype=torch.float64)[-1])  # what it led to
+        elif block == 1:
             self._turn_frontier()
         given = krylov.frontier if krylov.multiplied == 0 and block == 1 else 1
         self._expand()
@@ -226,7 +229,9 @@ class Solver:
             self.doubts = [0.0]
             self.finish(Outcome.CONVERGED, "converged: the basis spans the whole space")
         elif not bool(found.all()):
-            self.converged_at = None
+            self.converged_at, self.sought = None, 0
+        elif self.products.spent < self.sought:
+            return
         elif not request.certify.copies:
             self.finish(Outcome.NOT_CERTIFIED, "converged; hidden copies were not looked for")
         else:
@@ -271,8 +276,10 @@ class Solver:
         if krylov.frontier:  # else a checkpoint was written just when the chain had closed
             self._expand()
         full = krylov.size + len(krylov.aside) + 1 >= krylov.rows.capacity
-        out = full or self._out_of_patience()
-        if 0 < krylov.unsettled < self.request.stride and not out:
+        stuck = full and krylov.multiplied < chain.first + 2  # no room even for a recurrence
+        slides = chain.gone > 0 or (full and not stuck)
+        out = stuck or self._out_of_patience()
+        if 0 < krylov.unsettled < self.request.stride and not (out or slides):
             return
         krylov.settle()
         require_rounding(self.products, krylov, self.limit, self.request.seed)
@@ -284,28 +291,46 @@ class Solver:
         ends = shown or closed or out
         # What comes into sight stays there, and a few more products show more of it.
         if (ends or len(chain) // LOOK > seen // LOOK) and chain.found():
-            self.finds += 1
-            self.chain, self.doubts, self.converged_at = None, [], None
-            krylov.bring_back(chain.first)
-            self._judge()
+            self._take_up(chain)
             return
         if not ends:
+            if slides:
+                chain.slide(krylov)
             return
         gained = any(doubts[number] <= 0.9 * self.doubts[number] for number in chain.edges)
         self.chain, self.doubts = None, doubts
-        if closed and not shown:
+        if closed and not shown and not chain.gone:
             krylov.bring_back(chain.first)  # the next one starts outside of it
         else:
             krylov.forget(chain.first)
         if self.doubt <= asked:
             self.finish(Outcome.CONVERGED, "converged")
-        elif self._out_of_patience() or (full and not gained):
+        elif self._out_of_patience() or (stuck and not gained):
             self._give_up()
         else:
             # Another one from a new random vector: for an edge that this one could not show, or
             # because there was no room to go on. Start vectors are independent, so what is missed
             # stays unseen only if each of them misses it: the doubts multiply.
             self._begin_chain(self.ritz())
+
+    def _take_up(self, chain: Chain) -> None:
+        """Go on with the search: a chain has found something."""
+        krylov = self.krylov
+        self.finds += 1
+        self.chain, self.doubts = None, []
+        if not chain.gone:
+            self.converged_at = None
+            krylov.bring_back(chain.first)
+            self._judge()
+            return
+        # Its rows are gone, but the newest has more of what was found than a random one would: what
+        # that leads to is searched for. Should it not come into sight, patience counts on.
+        newest = krylov.rows.row(krylov.size - 1).clone()
+        krylov.forget(chain.first)
+        krylov.bring_back(chain.first)
+        if krylov.add(newest):
+            self.sought = self.products.spent + LOOK + len(chain)
+        self.next_look = self.products.spent + LOOK
 
     def _out_of_patience(self) -> bool:
         """Whether certifying has cost more than it may."""
