@@ -1,7 +1,7 @@
 """Large models within a memory limit, planned first: ``python -m benchmarks.large [--size full]``.
 
 - A GPT-2 of 124 M parameters, random weights, two texts of 16 tokens: its top 5 pairs, certified,
-  within 12 GB of its own. The solver's rows, 24 of half a gigabyte, are in a mapped file.
+  within 12 GB of its own. The solver's rows, 16 of half a gigabyte, are in a mapped file.
 - The paper's ViT of 12.5 M parameters on 1,000 samples: a product within a budget of 4 GB.
 - A GPT-2 of 355 M parameters, random weights, one text of 16 tokens: a product within 20 GB.
 
@@ -110,7 +110,7 @@ FULL = {
     ),
     "GPT-2 of 124 M, top 5": Case(
         partial(gpt2, 768, 12, 12), partial(text, 2, 16), sequence, limit=12 * GB,
-        budget=10 * GB, k=5, rows=24, patience=100, check=False, engine="blockwise",
+        budget=10 * GB, k=5, rows=16, patience=100, check=False, engine="blockwise",
     ),
     "ViT of 12.5 M, 1,000 samples": Case(
         partial(vit_cifar, 2, seed=0), partial(images, 1000), nn.functional.cross_entropy,
