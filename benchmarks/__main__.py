@@ -121,7 +121,10 @@ def _verdicts(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks verdicts")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="rows, .csv or .json")
     options = parser.parse_args(arguments)
-    rows = [entry for file in options.files for entry in read_rows(file)]
+    try:
+        rows = [entry for file in options.files for entry in read_rows(file)]
+    except (OSError, ValueError) as reason:
+        parser.error(str(reason))
     print(verdicts.table(verdicts.judge(rows)))
     return 0
 

@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a file where a folder is needed, a full disk
+        print(f"error: {error}; name other folders with --results and --out", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         said = sys.argv[1:] if arguments is None else list(arguments)
         again = f"python -m experiments {shlex.join(said)}"

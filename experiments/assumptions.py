@@ -125,8 +125,8 @@ def claims(config: Config, metrics: BySeed, tables: list[Table]) -> list[Claim]:
               reading="D, 1 for block-diagonal and 0 for random matrices, is nearer to 0"),
         depends(AROUND, {"stored logit gradients": around("S"),
                          "exact Gauss-Newton": around("S, Gauss-Newton")},
-                "0.7 within 0.1; the text defines the Gauss-Newton matrix, the number fits the "
-                "other reading; the authors' code would decide"),
+                "0.7 within 0.1; the text defines the Gauss-Newton matrix, OGD stores gradients of "
+                "logits; the authors' code would decide"),
     ]  # fmt: skip
 
 

@@ -22,8 +22,9 @@ SIGNS = {"agree": "✓ agrees", "disagree": "✗ disagrees", "undecided": "~ und
          "not tested": "○ not tested"}  # fmt: skip
 LEGEND = (
     "✓ agrees; ✗ disagrees; ~ undecided: seeds disagree, there is one seed only, or the answer "
-    "depends on a choice that the paper leaves open; ○ not tested: not run, run at a smaller size "
-    "only, or a learner in it learned no more than a frozen network. ⚠ learned so little that "
+    "depends on a choice that the paper leaves open (one side of it may not have been run); "
+    "○ not tested: not run, run at a smaller size only, or a learner in it learned no more than a "
+    "frozen network. ⚠ learned so little that "
     "forgetting means nothing. A number in a table links to the command that made it. Core time "
     "includes trainings, which several labels share. † trained by an earlier version of the code, "
     "whose roundings differ: still to be repeated."

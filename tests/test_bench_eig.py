@@ -254,7 +254,7 @@ def test_a_wrong_command_ends_with_what_to_change(capsys):
         (["--solver", "mine.py:nobody"], "has no 'nobody'"),
         (["--out", "taken.jsonl"], "taken.jsonl, line 1"),
         (["--k", "99"], "--k must be below n = 57"),
-        (["--threads", "2"], "whole number"),
+        (["--threads", "2"], "two whole numbers such as 2/1 are needed; got '2'"),
     ):
         assert main([*NET, *more]) == 2
         assert words in capsys.readouterr().err
@@ -280,3 +280,92 @@ def test_leaderboards_merge_in_any_order_any_number_of_times(capsys):
     assert main(["bench", "merge", *files, "--out", "all.jsonl"]) == 0
     assert leaderboard.read(Path("all.jsonl")) == expected
     assert capsys.readouterr().out.count("x lanczos") == 3  # two tables and the last line
+
+
+@pytest.mark.usefixtures("place")
+def test_whatever_a_users_solver_returns_the_others_are_measured_and_the_reason_is_told(capsys):
+    bodies = {
+        "nan": "v, w = dense(o, k, t); return v * float('nan'), w",
+        "zeros": "v, w = dense(o, k, t); return v, 0 * w",
+        "arrays": "v, w = dense(o, k, t); return v.numpy(), w.numpy()",
+        "alone": "return dense(o, k, t)[0]",
+        "nothing": "return None",
+        "ends": "raise SystemExit(3)",
+        "watched": "v, w = dense(o, k, t); return v.requires_grad_(), w.requires_grad_()",
+    }
+    Path("own.py").write_text(
+        "from mine import dense\n"
+        + "".join(f"def {name}(o, k, t):\n    {body}\n" for name, body in bodies.items())
+    )
+    own = [word for name in bodies for word in ("--solver", f"own.py:{name}")]
+    more = ("--k", "3", "--rounds", "1", "--threads", "1/1", "--only", "lanczos", "--json")
+    assert main([*NET, *more, *own]) == 0
+    found = {line["solver"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+    lines = {name: found[f"own.py:{name}"] for name in bodies}
+    for name in ("nan", "zeros"):
+        assert "NaN, infinity or a vector of zeros" in lines[name]["failure"]
+    assert "two tensors, values and vectors; got ndarray" in lines["arrays"]["failure"]
+    assert "values (k,) and vectors (k, n); got Tensor" in lines["alone"]["failure"]
+    assert "got NoneType" in lines["nothing"]["failure"]
+    assert lines["ends"]["failure"] == "SystemExit: 3"
+    assert lines["watched"]["right"]
+    assert found["lanczos"]["right"]
+
+
+@pytest.mark.usefixtures("place")
+def test_a_name_that_no_solver_has_is_told_and_leaves_no_file(capsys):
+    more = ("--k", "2", "--rounds", "1", "--threads", "1/1", "--only")
+    assert main([*NET, *more, "lanzcos"]) == 2
+    said = capsys.readouterr().err
+    assert "no solver's name begins so; there are lanczos, " in said
+    assert not Path("leaderboard.jsonl").exists()
+    assert main([*NET, *more, "lanczos", "scipi", "--quiet"]) == 0
+    assert "left out: scipi" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("place")
+def test_what_was_measured_is_shown_where_it_cannot_be_written(capsys):
+    Path("file").write_text("")
+    more = ("--k", "2", "--rounds", "1", "--threads", "1/1", "--only", "lanczos")
+    assert main([*NET, *more, "--out", "file/leaderboard.jsonl"]) == 1
+    shown, said = capsys.readouterr()
+    assert "lanczos, uncertified" in shown
+    assert "could not write" in said
+
+
+@pytest.mark.usefixtures("place")
+def test_lines_that_another_run_added_meanwhile_are_kept():
+    more = ("--k", "2", "--rounds", "1", "--threads", "1/1", "--only", "lanczos")
+    assert main([*NET, *more]) == 0
+    (first, *_) = leaderboard.read(Path("leaderboard.jsonl"))
+    Path("leaderboard.jsonl").unlink()
+    leaderboard.write(Path("other.jsonl"), [replace(first, environment="another machine")])
+    Path("own.py").write_text(
+        "import shutil\nfrom mine import dense\ndef solve(o, k, t):\n"
+        "    shutil.copy('other.jsonl', 'leaderboard.jsonl')\n    return dense(o, k, t)\n"
+    )
+    assert main([*NET, *more, "--solver", "own.py:solve"]) == 0
+    machines = {line.environment for line in leaderboard.read(Path("leaderboard.jsonl"))}
+    assert machines == {first.environment, "another machine"}
+
+
+@pytest.mark.usefixtures("place")
+def test_a_damaged_leaderboard_is_named_with_its_line_and_field(capsys):
+    more = ("--k", "2", "--rounds", "1", "--threads", "1/1", "--only", "lanczos")
+    assert main([*NET, *more]) == 0
+    good = json.loads(Path("leaderboard.jsonl").read_text().splitlines()[0])
+    for change, words in (
+        ({"problem": None}, "problem is None"),
+        ({"time": [1.0, 2.0]}, "time is [1.0, 2.0]"),
+        ({"k": "ten", "right": "no"}, "k is 'ten', right is 'no'"),
+        ({"residual": math.nan, "samples": True}, "residual is nan, samples is True"),
+    ):
+        Path("bad.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(good | change)}\n")
+        assert main(["bench", "merge", "bad.jsonl"]) == 2
+        assert f"bad.jsonl, line 2 is damaged: {words}" in capsys.readouterr().err
+    Path("bad.jsonl").write_bytes(b"\xff")
+    assert main(["bench", "merge", "bad.jsonl"]) == 2
+    assert "bad.jsonl is not a leaderboard" in capsys.readouterr().err
+    odd = good | {"command": "a\u2028b", "tol": 1}
+    Path("odd.jsonl").write_text(json.dumps(odd, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert main(["bench", "merge", "odd.jsonl"]) == 0

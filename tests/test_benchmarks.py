@@ -413,3 +413,14 @@ def test_verdicts_of_files_are_printed(tmp_path, capsys):
                                         figure.unit, figure.x[0], 1.0, threads=2)])  # fmt: skip
     assert front.main(["verdicts", str(tmp_path / "a.csv")]) == 0
     assert f"{len(TARGETS)} targets: 1 met" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [None, "# no rows\n1\n"])
+def test_a_file_without_rows_is_named_where_verdicts_are_asked_for(content, tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        front.main(["verdicts", str(path)])
+    assert ended.value.code == 2
+    assert str(path) in capsys.readouterr().err

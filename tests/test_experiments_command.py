@@ -156,6 +156,15 @@ def test_a_wrong_argument_is_answered_with_advice(arguments, advice, tmp_path, c
     assert advice in capsys.readouterr().err
 
 
+def test_a_file_where_the_page_is_to_lie_is_named_and_kept(tmp_path, capsys):
+    (tmp_path / "taken").write_text("mine")
+    assert command("report", "--out", str(tmp_path / "taken"), results=tmp_path) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'taken'}" in said
+    assert "--out" in said
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
 def test_missing_data_is_answered_with_what_to_download(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("CURVLAB_DATA", raising=False)
     wants = experiment(training=replace(TINY, embedded=False))

@@ -155,7 +155,8 @@ def enter(
         try:
             answer, taken = sample(found, contender, effort, timing, settings[0])
             worst, missing = judged(found.operator, answer, truth, tol)
-        except Exception as reason:  # a library may fail in any way of its own: say how
+        # a library may fail in any way of its own, by exit() too: say how
+        except (Exception, SystemExit) as reason:
             failure = f"{type(reason).__name__}: {str(reason)[:200]}"
             answer, taken = (truth, torch.zeros(0), 0), Sample(0.0, 0.0, 0.0)
             worst, missing = float("inf"), len(truth)
@@ -224,6 +225,9 @@ def contest(
     truth, way = wanted(found, k, tol)
     say(f"{found.name}: the wanted values are from {way}")
     table, absent = contenders(found, k, tol, truth, whole=whole, own=own)
+    for start in only:
+        if not any(name.startswith(start) for name in table):
+            absent[start] = f"no solver's name begins so; there are {', '.join(table)}"
     outcomes = {}
     for name, contender in table.items():
         if only and not name.startswith(tuple(only)):

@@ -74,11 +74,17 @@ def judged(
 ) -> tuple[float, int]:
     """Worst residual of the pairs, and how many of the wanted ones are not among them."""
     values, vectors, _ = answer
+    if not (isinstance(values, Tensor) and isinstance(vectors, Tensor)):
+        kinds = f"{type(values).__name__} and {type(vectors).__name__}"
+        raise TypeError(f"a solver returns two tensors, values and vectors; got {kinds}")
+    values, vectors = values.detach(), vectors.detach()
     if values.shape != truth.shape or vectors.shape != (len(truth), operator.n):
         raise ValueError(
             f"a solver returns values ({len(truth)},) and vectors ({len(truth)}, {operator.n}); "
             f"got {tuple(values.shape)} and {tuple(vectors.shape)}"
         )
+    if not bool(values.isfinite().all() and vectors.isfinite().all() and vectors.any(1).all()):
+        raise ValueError("the solver returned NaN, infinity or a vector of zeros")
     found = residuals(operator, values, vectors)
     worst = float(found.max()) if bool(found.isfinite().all()) else float("inf")
     size = truth.abs()

@@ -9,10 +9,11 @@ So files can be merged in any order, any number of times. Times are compared onl
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_origin, get_type_hints
 
 from curvlab.bench.contest import REFERENCE, Contest, Outcome
 from curvlab.bench.timing import Quantiles, command, environment, quantiles
@@ -159,22 +160,47 @@ def write(path: Path, lines: Sequence[Line]) -> Path:
 def read(path: Path) -> list[Line]:
     """The lines of a file; one that is not of this format is an error that names it."""
     found = []
-    names = {column.name for column in fields(Line)}
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    kinds = get_type_hints(Line)
+    try:
+        # not splitlines: a command may hold a separator of lines that JSON does not escape
+        content = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a leaderboard: {error}") from error
+    for number, text in enumerate(content, start=1):
         if not text.strip():
             continue
         try:
             record = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(record, dict) or record.get("format") != FORMAT or set(record) != names:
+        if (
+            not isinstance(record, dict)
+            or record.get("format") != FORMAT
+            or set(record) != {*kinds}
+        ):
             raise ValueError(
                 f"{path}, line {number} is not of format {FORMAT!r}, as curvlab bench eig writes"
             )
+        wrong = [name for name, kind in kinds.items() if not _is(record[name], kind)]
+        if wrong:
+            told = ", ".join(f"{name} is {record[name]!r}"[:60] for name in wrong)
+            raise ValueError(f"{path}, line {number} is damaged: {told}. Take that line out")
         spreads = ("time", "time_reused", "speed", "speed_reused")
         record |= {n: tuple(record[n]) for n in spreads if record[n] is not None}
         found.append(Line(**record))
     return found
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether what JSON gave is of a field's kind."""
+    if isinstance(kind, UnionType):
+        return any(_is(value, one) for one in kind.__args__)
+    if kind == Spread:
+        return isinstance(value, list) and len(value) == 3 and all(_is(v, float) for v in value)
+    if kind is float:
+        return _is(value, int) or (isinstance(value, float) and math.isfinite(value))
+    plain = get_origin(kind) or kind
+    return isinstance(value, plain) and (plain is bool or not isinstance(value, bool))
 
 
 def tables(lines: Sequence[Line]) -> list[tuple[str, list[list[str]]]]:

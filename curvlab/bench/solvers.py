@@ -70,8 +70,12 @@ def counted(make: Callable[[], LinearOperator], solve: Solve, k: int) -> Callabl
 
         def run(effort: float) -> Answer:
             counting = Counted(operator)
-            values, vectors = solve(counting, k, effort)
-            return values, vectors, counting.count
+            found = solve(counting, k, effort)
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                raise TypeError(
+                    f"a solver returns values (k,) and vectors (k, n); got {type(found).__name__}"
+                )
+            return found[0], found[1], counting.count
 
         return run
 

@@ -324,7 +324,12 @@ def between(low: float, high: float) -> Callable[[str], float]:
 def threads(text: str) -> tuple[int, int]:
     """Threads of torch and of the BLAS: ``2/1``."""
     torch_threads, _, blas = text.partition("/")
-    return whole(1)(torch_threads), whole(1)(blas)
+    try:
+        return whole(1)(torch_threads), whole(1)(blas)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(
+            f"two whole numbers such as 2/1 are needed; got {text!r}"
+        ) from error
 
 
 def size(text: str) -> int:

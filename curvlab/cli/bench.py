@@ -17,7 +17,9 @@ from curvlab.cli.parser import UsageError
 def eig(options: Namespace) -> int:
     """Compare eigensolvers; exit code 1 if nobody is right."""
     solvers = dict(_solver(spec) for spec in options.solver)
-    before = _lines(Path(options.out)) if Path(options.out).exists() else []
+    out = Path(options.out)
+    if out.exists():
+        _lines(out)  # what is no leaderboard is told of before minutes are spent
     loss = case(options).loss
     found = of_model(options.name or options.model, lambda: operator(options), loss)
     if options.k >= found.operator.n:
@@ -33,14 +35,20 @@ def eig(options: Namespace) -> int:
         settings=[Threads(*given) for given in options.threads],
         say=lambda words: say(options, words),
     )
-    lines = leaderboard.lines_of(result)
-    leaderboard.write(Path(options.out), leaderboard.merge([*before, *lines]))
     for name, why in result.absent.items():
-        say(options, f"left out: {name} ({why})")
+        say(options, f"left out: {name} ({why})", name in options.only)
+    if not result.outcomes:
+        raise UsageError(f"--only {' '.join(options.only)}: no solver that is here begins so")
+    lines = leaderboard.lines_of(result)
     for name, one in result.outcomes.items():
         if one.failure:
             say(options, f"{name} fails: {one.failure}", True)
-    _show(options, lines)
+    try:
+        # read again: another run may have added lines meanwhile
+        before = _lines(out) if out.exists() else []
+        leaderboard.write(out, leaderboard.merge([*before, *lines]))
+    finally:  # what was measured is shown where it cannot be written, too
+        _show(options, lines)
     return 0 if any(line.right for line in lines) else 1
 
 

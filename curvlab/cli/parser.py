@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if first is not None and first not in VERBS and given[0] == first:
         near = get_close_matches(first, VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        parser.error(f"there is no verb {first!r}{hint} The verbs are {', '.join(VERBS)}")
+        parser.error(f"there is no verb {first!r}{hint}. The verbs are {', '.join(VERBS)}")
     options, unknown = parser.parse_known_args(given)
     if options.verb is None:
         parser.print_help()
