@@ -348,6 +348,19 @@ def test_hints_on_caches_change_nothing(architecture):
     assert torch.equal(out, 2 * x)
 
 
+@triton.jit
+def several_kernel(xs, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(xs[0] + at) + xs[1] * tl.load(xs[2][0] + at) * xs[2][1])
+
+
+@pytest.mark.parametrize("factor", [1, 3])  # one is a constant to the compiler
+def test_tuples_of_arguments_are_passed_one_by_one(factor):
+    x, y, out = torch.randn(16), torch.randn(16), torch.empty(16)
+    execute(several_kernel, (1,), (x, factor, (y, 2.0)), out, BLOCK=16)
+    assert torch.allclose(out, x + 2.0 * factor * y)
+
+
 def test_something_else_than_a_kernel_is_refused():
     with pytest.raises(TypeError, match=r"a kernel under triton\.jit"):
         execute(len, (1,))

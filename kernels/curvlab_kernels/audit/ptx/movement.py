@@ -86,7 +86,7 @@ def _check_hints(instruction: Instruction, space: str) -> None:
 
 
 def policy(program: Program, instruction: Instruction) -> Step:
-    """``createpolicy``: what a cache should keep. A hint to loads and stores: bits do not matter."""
+    """``createpolicy``: what a cache should keep. A hint to loads and stores; no bits matter."""
     parts, write = instruction.parts, writer(program, instruction.operands[0])
     hint = parts[3] if len(parts) == 5 else ""
     if parts[:3] != ("createpolicy", "fractional", "L2") or hint not in _HINTS or parts[4] != "b64":
