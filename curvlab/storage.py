@@ -214,7 +214,12 @@ def _stored_pieces(file: BinaryIO, size: int) -> tuple[dict[str, str], dict[str,
         # Python's own integers: a product of 64-bit ones may wrap around to what the file has. No
         # extent is longer than the file, so that nothing is counted through or made for nothing.
         count = dtype.itemsize * math.prod(shape)
-        if max(shape, default=0) > size or start != expected or stop != start + count:
+        empty = shape[:1] == (0,)  # nothing is counted through, however long its rows would be
+        if (
+            (max(shape, default=0) > size and not empty)
+            or start != expected
+            or stop != start + count
+        ):
             raise ValueError(f"tensor {name!r} is not where its header says")
         found[name] = Pieces(dtype, shape, _reader(file, 8 + length + start, dtype, shape))
         expected = stop

@@ -398,6 +398,29 @@ def test_a_step_refuses_lists_of_different_dtypes(which):
         basis.sgd_step_(*lists.values(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-44, 1e44, 1e200, 1e300])
+def test_directions_that_are_no_float32_numbers_are_kept_in_float32_rows(scale, generator):
+    vectors = draw(generator, 2, 50).double()
+    basis, other = Basis(50, 2), Basis(50, 2)
+    assert other.extend(vectors).all()
+    assert basis.extend(vectors * scale).all()
+    assert float(basis.principal_angles(other).max()) < 1e-5
+
+
+def test_float64_rows_take_float64_vectors_by_every_way(generator):
+    basis = Basis(50, 2, dtype=torch.float64)
+    basis.extend(draw(generator, 2, 50).double())
+    single = torch.ones(50)
+    for call in (
+        lambda: basis.project_out_(single),
+        lambda: basis.project_out_(single.view(1, 50)),
+        lambda: basis.sgd_step_([single], [single.clone()], [], 0.1),
+    ):
+        with pytest.raises(TypeError, match="float64 rows need float64"):
+            call()
+    assert bool((single == 1).all())
+
+
 def test_a_row_of_the_basis_is_not_projected_in_place_nor_a_rate_that_is_no_number(generator):
     basis = Basis(50, 3)
     basis.extend(draw(generator, 3, 50))

@@ -54,9 +54,11 @@ def test_a_saved_basis_comes_back_bit_for_bit(dtype, tmp_path, generator):
 
 
 def test_an_empty_basis_can_be_saved(tmp_path):
-    path = Basis(10, 3).save(tmp_path / "empty")
-    again = Basis.load(path)
-    assert (again.size, again.capacity) == (0, 3)
+    for dtype in (torch.float32, torch.int8):  # of vectors longer than the file
+        path = Basis(100_000, 3, dtype=dtype).save(tmp_path / "empty")
+        again = Basis.load(path)
+        assert (again.n, again.size, again.capacity) == (100_000, 0, 3)
+        assert again.extend(torch.ones(1, 100_000)).all()
 
 
 def test_the_file_is_one_that_other_tools_read(tmp_path, generator):

@@ -1,6 +1,7 @@
 """Where rows live changes nothing about them; a basis may be larger than the memory."""
 
 import ctypes
+import math
 import mmap
 import os
 import subprocess
@@ -74,6 +75,33 @@ def test_a_list_that_holds_one_number_twice_is_refused_wherever_the_rows_are(tie
     assert torch.equal(first, kept[0])
     assert torch.equal(other, kept[1])
     basis.sgd_step_([first, other], [torch.ones(1).expand(50)] * 2, slopes, 0.1, 0.0, 0.9)
+
+
+# What is wrong with (gradients, momenta, lr, momentum) of parameters (2, 3) and (4,).
+WRONG_STEPS = {
+    "gradients must agree": (((4,), (2, 3)), ((2, 3), (4,)), 0.1, 0.9),
+    "gradients must agree.*": (((3, 2), (4,)), (), 0.1, 0.0),
+    "momenta must agree": (((2, 3), (4,)), ((4,), (2, 3)), 0.1, 0.9),
+    "lr must be finite": (((2, 3), (4,)), (), math.nan, 0.0),
+    "momentum must be one real number": (((2, 3), (4,)), ((2, 3), (4,)), 0.1, "0.9"),
+    r"gradients\[1\] is None": (((2, 3), None), (), 0.1, 0.0),
+}
+
+
+@pytest.mark.parametrize("words", WRONG_STEPS)
+def test_a_step_that_is_wrong_is_refused_wherever_the_rows_are(tier, words, generator):
+    """Gradients in another order have as many elements together."""
+    basis = Basis(10, 3, tier=tier)
+    basis.extend(torch.randn(3, 10, generator=generator))
+    slopes, momenta, lr, momentum = WRONG_STEPS[words]
+    slopes, momenta = (
+        [None if shape is None else torch.ones(shape) for shape in shapes]
+        for shapes in (slopes, momenta)
+    )
+    parameters = [torch.ones(2, 3), torch.ones(4)]
+    with pytest.raises((TypeError, ValueError), match=words):
+        basis.sgd_step_(parameters, slopes, momenta, lr, 0.0, momentum)
+    assert all(bool((each == 1).all()) for each in [*parameters, *momenta])
 
 
 def test_orthonormal_pieces_are_fetched_once_per_projection(tmp_path, generator, monkeypatch):

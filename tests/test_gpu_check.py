@@ -105,6 +105,29 @@ def test_flows_are_rows_of_the_page(tmp_path):
     assert "flow: far off" in (tmp_path / "gpu-check.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("script", "outcomes"),
+    [
+        ("import sys; print('no torch', file=sys.stderr); sys.exit(2)", ["crashed"]),
+        ("import sys; print('one') if '--names' in sys.argv else print('not JSON')", ["failed"]),
+        ("import sys; print('one') if '--names' in sys.argv else None", ["failed"]),
+    ],
+)
+def test_flows_that_cannot_run_are_rows_and_not_the_end(script, outcomes, tmp_path):
+    path = tmp_path / "flows.py"
+    path.write_text(script)
+    assert gpu_check.check_all(["false"], "none of them", 60.0, tmp_path, path) == len(outcomes)
+    found = json.loads((tmp_path / "gpu-check.json").read_text())["rows"]
+    assert [row["outcome"] for row in found] == outcomes
+
+
+def test_a_traceback_behind_a_warning_is_a_crash_with_its_words():
+    code = "import sys, warnings; warnings.warn('old driver'); raise RuntimeError('misaligned')"
+    row = gpu_check.run_apart("name", [sys.executable, "-c", code], 60.0)
+    assert row.outcome == "crashed"
+    assert "misaligned" in row.detail
+
+
 def test_the_flows_name_themselves():
     done = subprocess.run(
         [sys.executable, str(HERE / "flows.py"), "--names"],

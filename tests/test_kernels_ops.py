@@ -212,6 +212,16 @@ WRONG = [
         ValueError,
         "into must",
     ),
+    (
+        lambda r, _: ops.mix_(r, torch.zeros(2, 4).double(), r[:2, 8:50]),
+        ValueError,
+        "rows and into share memory",
+    ),
+    (
+        lambda r, _: ops.mix_(r, torch.zeros(2, 4).double(), r.view(-1)[8:108].view(2, 50)),
+        ValueError,
+        "rows and into share memory",
+    ),
 ]
 
 
@@ -235,6 +245,10 @@ def test_columns_of_one_matrix_and_rows_beside_the_basis_are_no_overlap(rows, ge
     assert torch.equal(torch.cat([matrix[:, :6].reshape(-1), matrix[:, 6:].reshape(-1)]), whole)
     ops.project_(rows[:3], rows[3])
     ops.project_list_(rows[:1], [rows[1], rows[1, :0], rows[2:2]])
+    weights, row = vector(generator, 1, 4).double(), rows[1, :50].view(1, 50)
+    mixed = weights @ rows[:, :50].double()
+    ops.mix_(rows, weights, row)
+    assert torch.equal(row, mixed.to(row.dtype))
 
 
 def test_a_gradient_may_be_the_parameter_or_the_momentum_that_it_moves(rows, generator):

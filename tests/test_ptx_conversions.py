@@ -81,6 +81,25 @@ def test_floats_become_integers_rounded_and_saturated(mode):
     assert actual[3:].tolist() == [how(Fraction(float(value))) for value in values[3:]]
 
 
+@pytest.mark.parametrize(
+    ("source", "to", "nothing"),
+    [
+        ("f32", "s32", 0),
+        ("f32", "u32", 0),
+        ("f32", "s64", -(2**63)),
+        ("f32", "u64", 2**63),
+        ("f64", "s32", -(2**31)),
+        ("f64", "u32", 2**31),
+        ("f64", "s64", -(2**63)),
+    ],
+)
+def test_nan_becomes_what_the_manual_says(source, to, nothing):
+    values = np.full(LANES, np.nan, np.float32 if source == "f32" else np.float64)
+    values[1::2] = 3.75
+    actual = lanewise(f"cvt.rzi.{to}.{source} {{0}}, {{1}};", f"{to} {source}", values)
+    assert actual[:2].tolist() == [nothing, 3]
+
+
 def test_integers_become_floats_rounded():
     values = integers("s64", 11)
     actual = lanewise("cvt.rn.f32.s64 {0}, {1};", "f32 s64", values)

@@ -292,6 +292,22 @@ def test_matrices_are_multiplied_as_documented(kind):
         assert out[lane].tolist() == [exact[group + 8 * (i // 2), 2 * t + i % 2] for i in range(4)]
 
 
+@pytest.mark.parametrize(("cut", "expected"), [("", -(2**31) + 25), (".satfinite", 2**31 - 1)])
+def test_sums_of_whole_products_wrap_or_saturate(cut, expected):
+    """``tl.dot`` of int8 asks for the latter."""
+    ones, start = np.full(4, 0x01010101, np.uint32), np.full(4, 2**31 - 7, np.uint32)
+    out = np.zeros(32, np.int32)
+    loads = "ld.global.v4.b32 {%r0, %r1, %r2, %r3}, [%a0]; ld.global.v4.b32 {%r4, %r5, %r6, %r7}"
+    body = f"""
+        {loads}, [%a1];
+        mma.sync.aligned.m16n8k32.row.col{cut}.s32.s8.s8.s32
+            {{%r4, %r5, %r6, %r7}}, {{%r0, %r1, %r2, %r3}}, {{%r0, %r1}}, {{%r4, %r5, %r6, %r7}};
+        mad.wide.u32 %w0, %t, 4, %a2; st.global.b32 [%w0], %r4;
+    """
+    run(body, ones, start, out.view(np.uint32))
+    assert (out == expected).all()
+
+
 ASYNCHRONOUS = """
     mov.u32 %r9, buffer; mad.lo.u32 %r8, %t, 16, %r9; xor.b32 %r7, %t, 1;
     mad.lo.u32 %r6, %r7, 16, %r9; mad.wide.u32 %w1, %t, 16, %a1; mov.u32 %r5, 16;

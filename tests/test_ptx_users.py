@@ -245,6 +245,19 @@ def waiting_kernel(flag):
         pass
 
 
+@triton.jit
+def bytes_kernel(a, b, out, M, N, K, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((BLOCK, BLOCK), tl.int32)
+    for start in range(0, K, BLOCK):
+        row, column = start + tl.arange(0, BLOCK)[:, None], start + tl.arange(0, BLOCK)[None, :]
+        left = tl.load(a + i * K + column, mask=(i < M) & (column < K), other=0)
+        right = tl.load(b + row * N + j, mask=(row < K) & (j < N), other=0)
+        total = tl.dot(left, right, total)
+    tl.store(out + i * N + j, total, mask=(i < M) & (j < N))
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_as_users_write_them_are_right(architecture):
     def near(actual, exact):
@@ -271,6 +284,13 @@ def test_kernels_as_users_write_them_are_right(architecture):
     x, counts = torch.arange(512, dtype=torch.int32) ** 2 % 16, torch.zeros(16, dtype=torch.int32)
     execute(counts_kernel, (2,), x, counts, BINS=16, BLOCK=256, **options)
     assert torch.equal(counts.long(), torch.bincount(x, minlength=16))
+
+
+def test_products_of_bytes_are_exact():
+    a, b = (torch.randint(-128, 128, shape, dtype=torch.int8) for shape in ((40, 100), (100, 50)))
+    out = torch.empty(40, 50, dtype=torch.int32)
+    execute(bytes_kernel, (2, 2), a, b, out, 40, 50, 100, BLOCK=32)
+    assert torch.equal(out.long(), a.long() @ b.long())
 
 
 def test_a_kernel_that_waits_for_ever_is_a_fault_that_names_the_line():
@@ -311,6 +331,34 @@ def test_a_product_of_matrices_is_right_on_the_oldest_tensor_cores(dtype, stages
     exact = a.double() @ b.double()
     size = a.double().norm(dim=1)[:, None] * b.double().norm(dim=0)
     assert ((out.double() - exact).abs() / size).max() <= PRODUCTS[dtype]
+
+
+@triton.jit
+def kept_kernel(x, out, n, BLOCK: tl.constexpr):
+    """With hints on what caches should keep, as torch.compile writes them."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + at, mask=at < n, eviction_policy="evict_last")
+    tl.store(out + at, 2 * values, mask=at < n, eviction_policy="evict_first")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_hints_on_caches_change_nothing(architecture):
+    x, out = torch.randn(300), torch.empty(300)
+    execute(kept_kernel, (3,), x, out, 300, BLOCK=128, architecture=architecture)
+    assert torch.equal(out, 2 * x)
+
+
+@triton.jit
+def several_kernel(xs, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(xs[0] + at) + xs[1] * tl.load(xs[2][0] + at) * xs[2][1])
+
+
+@pytest.mark.parametrize("factor", [1, 3])  # one is a constant to the compiler
+def test_tuples_of_arguments_are_passed_one_by_one(factor):
+    x, y, out = torch.randn(16), torch.randn(16), torch.empty(16)
+    execute(several_kernel, (1,), (x, factor, (y, 2.0)), out, BLOCK=16)
+    assert torch.allclose(out, x + 2.0 * factor * y)
 
 
 def test_something_else_than_a_kernel_is_refused():

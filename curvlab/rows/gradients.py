@@ -52,9 +52,16 @@ def sgd_step_(
             whole[0], parameters, gradients, momenta, *hyper, factor=rows.factor, scales=whole[1]
         )
     _check(rows, parameters, "parameters")
+    numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+    lr, weight_decay, momentum = (checks.number(each, name) for name, each in numbers.items())
     if momentum != 0.0 and not momenta:
         one = "one shard of zeros" if space.sharded else "one tensor of zeros per parameter"
         raise ValueError(f"momentum={momentum} needs momenta: {one}")
+    if not space.sharded:
+        for name, tensors in {"gradients": gradients, "momenta": momenta}.items():
+            if tensors or name == "gradients":
+                _check_count(rows, tensors, name)
+                checks.check_alike(parameters, tensors, f"parameters and {name}")
     # Gradients may lie where they like: they are copied before anything changes.
     checks.check_places({"parameters": parameters, "momenta": momenta})
     step = _held(rows, gradients, "gradients")
@@ -82,7 +89,11 @@ def _held(rows: "Projector", tensors: Sequence[Tensor], name: str) -> Tensor:
 
 
 def _check_count(rows: "Projector", tensors: Sequence[Tensor], name: str) -> None:
-    total = sum([tensor.numel() for tensor in tensors])
+    try:
+        total = sum([tensor.numel() for tensor in tensors])
+    except AttributeError:
+        checks.check_list(rows, tensors, name)  # says which one is no tensor
+        raise
     if total != rows.n:
         raise ValueError(
             f"{name} have {total} elements together; the basis holds vectors of {rows.n}. Pass "

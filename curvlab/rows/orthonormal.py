@@ -142,8 +142,7 @@ class Rows(Projector):
             self.space.check(vectors)
             rounding = max(least_share(self.dtype), least or 0.0)
             total = self.space.total if self.space.sharded else None
-            work = vectors.detach().to(self.store.working, copy=True).contiguous()
-            steps.bring_near_(self, work)
+            work = steps.brought_near(self, vectors.detach(), self.store.working)
             kept = orthonormalise_with_(self.project_out_, work, self.size, rounding, total)
             count = int(kept.sum())
             if self.size + count > self.capacity:

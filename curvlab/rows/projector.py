@@ -60,6 +60,7 @@ class Projector:
         self._gram = torch.zeros(0, 0, dtype=torch.float64, device=self.device)
         self._lock = threading.RLock()
         self._local, self._one = not self.space.sharded, torch.Size([self.width])
+        self._takes = (dtype,) if dtype == torch.float64 else WORKING
         # what is called most often goes straight to the kernel, without the checks of ops
         kernels = ops.backend(self.device.type)
         self._project: Callable[..., Tensor] = kernels.project_
@@ -155,7 +156,7 @@ class Projector:
             self._local
             and type(vector) is Tensor
             and vector.shape == self._one
-            and vector.dtype in WORKING
+            and vector.dtype in self._takes
             and vector.device == self.device
             and vector.is_contiguous()
             and not vector.requires_grad

@@ -16,17 +16,21 @@ from torch import Tensor
 if TYPE_CHECKING:
     from curvlab.rows.projector import Projector
 
-FAR = 400  # binary exponent of a number whose squares, summed, may not be a float64
+# Binary exponent of a number whose squares, summed, may not be a float64; or of one of which a
+# float32 may not hold all digits.
+FAR = {torch.float64: 400, torch.float32: 60}
 
 
-def bring_near_(rows: "Projector", vectors: Tensor) -> None:
-    """Bring vectors ``(k, width)`` whose squares leave the range of float64 near one, exactly."""
+def brought_near(rows: "Projector", vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of ``vectors`` ``(k, width)`` in ``dtype``; float64 ones out of range near one."""
+    copy = vectors.to(dtype, copy=True).contiguous()
     if vectors.dtype != torch.float64 or not vectors.numel():
-        return
+        return copy
     exponents = torch.frexp(rows.space.largest(vectors.abs().amax(1))).exponent.clamp(-1000, 1000)
-    far = exponents.abs() > FAR
-    if bool(far.any()):
-        vectors[far] = torch.ldexp(vectors[far], -exponents[far].unsqueeze(1))
+    far = exponents.abs() > FAR[dtype]
+    if bool(far.any()):  # by powers of two, which round nothing
+        copy[far] = torch.ldexp(vectors[far], -exponents[far].unsqueeze(1)).to(dtype)
+    return copy
 
 
 def coefficients(rows: "Projector", vectors: Tensor) -> Tensor:

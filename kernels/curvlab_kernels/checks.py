@@ -5,6 +5,7 @@ from itertools import chain
 from math import isfinite
 from numbers import Real
 from operator import itemgetter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,15 @@ from curvlab_kernels.spans import meet, ranges_differ, repeats, span
 STORAGE = (torch.float32, torch.float64, torch.float16, torch.bfloat16, *LEVELS)
 WORKING = (torch.float32, torch.float64)
 _READ = ("rows", "gradients")  # what changes in place has other names
+
+
+class Stored(Protocol):
+    """Rows, whatever holds them."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
 def check_tensors(**given: Tensor) -> None:
@@ -142,7 +152,7 @@ def check_not_of(rows: Tensor, vectors: Tensor) -> None:
         )
 
 
-def check_list(rows: Tensor, tensors: Sequence[Tensor], name: str) -> None:
+def check_list(rows: Stored, tensors: Sequence[Tensor], name: str) -> None:
     """Tensors of any shapes, of one working dtype, on the rows' device."""
     if not isinstance(tensors, Sequence):
         raise TypeError(f"{name} must be a list of tensors; got {type(tensors).__name__}")
@@ -278,6 +288,16 @@ def check_mixing(rows: Tensor, mixing: Tensor, into: Tensor) -> None:
         )
     if not mixing.device == into.device == rows.device:
         raise ValueError(f"mixing on {mixing.device}, into on {into.device}, rows on {rows.device}")
+    # Columns are mixed some at a time: each may overwrite what it is made of and nothing else.
+    ld, moved = max(rows.shape[1], 1), into.data_ptr() - rows.data_ptr()
+    in_place = moved % (ld * rows.itemsize) == 0 and (k < 2 or into.stride(0) % ld == 0)
+    if not in_place and meet(rows, into):
+        raise ValueError(
+            "rows and into share memory, but not column by column: pass into = rows[:k, :n], or "
+            "memory of its own"
+        )
+    if meet(mixing, into):
+        raise ValueError("mixing and into share memory: pass a clone of mixing")
 
 
 def check_coefficients(rows: Tensor, coefficients: Tensor, lead: torch.Size) -> None:
@@ -293,7 +313,7 @@ def check_coefficients(rows: Tensor, coefficients: Tensor, lead: torch.Size) -> 
         raise ValueError(f"coefficients are on {coefficients.device}, rows on {rows.device}")
 
 
-def _check_working(rows: Tensor, tensor: Tensor, name: str) -> None:
+def _check_working(rows: Stored, tensor: Tensor, name: str) -> None:
     if tensor.dtype not in WORKING:
         raise TypeError(f"{name} must be float32 or float64; got {tensor.dtype}")
     if rows.dtype == torch.float64 and tensor.dtype != torch.float64:

@@ -90,7 +90,7 @@ def run_apart(name: str, command: Sequence[str], seconds: float) -> Row:
         return Row(name, "ok", done.stdout.strip())
     if done.returncode == NO_ROOM:
         return Row(name, "no room", done.stdout.strip()[-1000:])
-    if done.returncode == 1 and not done.stderr.strip().startswith("Traceback"):
+    if done.returncode == 1 and "Traceback (most recent call last)" not in done.stderr:
         return Row(name, "failed", done.stdout.strip()[-1000:])
     return Row(name, "crashed", f"exit code {done.returncode}: {done.stderr.strip()[-1000:]}")
 
@@ -113,13 +113,18 @@ def flows(script: Path, seconds: float) -> Iterator[Row]:
     ``script --names`` prints their names, ``script NAME`` a line of JSON with ``error`` (relative,
     between the two) and ``failure`` (a traceback, or nothing).
     """
-    listed = subprocess.run(
-        [sys.executable, str(script), "--names"], capture_output=True, text=True, check=True
-    )
-    for name in listed.stdout.splitlines():
+    listed = run_apart("--names", [sys.executable, str(script)], seconds)
+    if listed.outcome != "ok":
+        yield Row(f"flows of {script}", listed.outcome, listed.detail)
+        return
+    for name in listed.detail.splitlines():
         row = run_apart(name, [sys.executable, str(script)], seconds)
         if row.outcome == "ok":
-            found = json.loads(row.detail.splitlines()[-1])
+            try:
+                found = json.loads(row.detail.splitlines()[-1])
+            except (ValueError, IndexError):
+                yield Row(f"flow: {name}", "failed", f"no line of JSON: {row.detail[-1000:]}")
+                continue
             wrong = found["failure"] or not found["error"] <= FLOW_ERROR
             detail = found["failure"][-1000:] or f"differs from the CPU by {found['error']:.1e}"
             row = Row(name, "failed" if wrong else "ok", detail)

@@ -16,6 +16,7 @@ TABLE: dict[str, Build] = (
         "ld": movement.load,
         "st": movement.store,
         "cp": movement.copy,
+        "createpolicy": movement.policy,
         "ldmatrix": matrices.matrix,
         "stmatrix": matrices.matrix,
         "mma": matrices.multiply,

@@ -174,16 +174,21 @@ def load(
         _loaded[identity] = _compile(
             kernel, backend, constants, bound, specialization, options, architecture
         )
-    given = [
-        value
-        for value, (kind, *_) in zip(bound.values(), specialization, strict=True)
-        if kind != "constexpr"
-    ]
+    given = list(_passed(bound.values(), [kind for kind, *_ in specialization]))
     values = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
     loaded = _loaded[identity]
     # Triton adds pointers to scratch memory, which these kernels do not ask for.
     values += [0] * (len(loaded.code.program.parameters) - len(values))
     return loaded, values, [each for each in given if isinstance(each, Tensor)], dict(bound)
+
+
+def _passed(values: Iterable[Any], kinds: Iterable[Any]) -> Iterator[Any]:
+    """What is passed to the compiled kernel: all that is not a constant, of tuples each one."""
+    for value, kind in zip(values, kinds, strict=True):
+        if isinstance(value, tuple):
+            yield from _passed(value, kind)
+        elif kind != "constexpr":
+            yield value
 
 
 @lru_cache(maxsize=256)

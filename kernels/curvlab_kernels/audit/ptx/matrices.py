@@ -86,9 +86,13 @@ def multiply(program: Program, instruction: Instruction) -> Step:
 
     Lane ``l`` holds row ``l / 4`` of ``a`` and ``c`` and the eighth after it, and column ``l / 4``
     of ``b``. Along k four lanes hold ``4 e`` numbers in a row, ``e`` in a register. Sums are exact
-    here and rounded once; a GPU rounds or cuts them on the way.
+    here and rounded once; a GPU rounds or cuts them on the way. With ``satfinite`` whole numbers
+    beyond the largest become that.
     """
     parts = instruction.parts
+    saturates = parts[6:7] == ("satfinite",) and parts[-1] == "s32"
+    if saturates:
+        parts = parts[:6] + parts[7:]
     shape = re.fullmatch(r"m16n8k(\d+)", parts[3] if len(parts) == 10 else "")
     result, left, right, added = parts[-4:]
     fits = parts[:3] == ("mma", "sync", "aligned") and parts[4:6] == ("row", "col")
@@ -121,6 +125,8 @@ def multiply(program: Program, instruction: Instruction) -> Step:
             first.transpose(2, 1, 3, 0, 4).reshape(-1, 16, 4 * e * steps)
             @ second.transpose(1, 0, 3, 2).reshape(-1, 4 * e * steps, 8)
         ) + start.transpose(2, 0, 3, 4, 1, 5).reshape(-1, 16, 8)
+        if saturates:
+            total = total.clip(np.iinfo(kind).min, np.iinfo(kind).max)
         whole = total.astype(np.int64).astype(np.int32) if kind.kind == "i" else total.astype(kind)
         out = whole.reshape(-1, 2, 8, 4, 2 // halves, halves).transpose(1, 4, 0, 2, 3, 5)
         for write, values in zip(writes, out.reshape(len(writes), -1), strict=True):

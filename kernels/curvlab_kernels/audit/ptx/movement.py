@@ -85,6 +85,15 @@ def _check_hints(instruction: Instruction, space: str) -> None:
         raise instruction.unknown()
 
 
+def policy(program: Program, instruction: Instruction) -> Step:
+    """``createpolicy``: what a cache should keep. A hint to loads and stores; no bits matter."""
+    parts, write = instruction.parts, writer(program, instruction.operands[0])
+    hint = parts[3] if len(parts) == 5 else ""
+    if parts[:3] != ("createpolicy", "fractional", "L2") or hint not in _HINTS or parts[4] != "b64":
+        raise instruction.unknown()
+    return lambda machine, mask: write(machine, np.zeros(1, np.uint64), mask)
+
+
 def _space(instruction: Instruction, known: tuple[str, ...]) -> str:
     space = next((part for part in instruction.parts[1:] if part in known), None)
     if space is None:

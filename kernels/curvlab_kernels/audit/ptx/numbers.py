@@ -165,11 +165,17 @@ def to_float8(values: Array, kind: str) -> Array:
 
 
 def to_integer(values: Array, kind: str, mode: str) -> Array:
-    """Float to integer as ``cvt`` does it: rounded, saturating, NaN to zero."""
+    """Float to integer as ``cvt`` does it: rounded and saturating.
+
+    NaN becomes zero, or, from float64 or to 64 bits, the number of which only the top bit is set.
+    """
     target = TYPES[kind]
     limits = np.iinfo(target)
+    wide = 8 in (values.dtype.itemsize, target.itemsize)
+    nothing = np.array(1 << 8 * target.itemsize - 1 if wide else 0, UNSIGNED[target.itemsize])
     whole = ROUNDING[mode](values.astype(np.float64))
     # The largest 64-bit integer is no float64: what reaches it is set, not converted.
     top = whole >= float(limits.max)
     inside = np.where(np.isnan(whole) | top, 0.0, np.maximum(whole, float(limits.min)))
-    return np.where(top, limits.max, inside.astype(target)).astype(target)
+    found = np.where(top, limits.max, inside.astype(target)).astype(target)
+    return np.where(np.isnan(whole), nothing.view(target), found)
