@@ -382,3 +382,24 @@ def test_a_view_that_a_block_was_given_and_that_is_written_into_is_refused(how: 
         curvlab.Hessian(model, cross_entropy, batch, engine="blockwise")
     cured = curvlab.Hessian(model, cross_entropy, batch, engine="rebuilt", chunk=1)
     assert torch.allclose(cured.dense(), truth, rtol=0, atol=1e-12)
+
+
+class Mapped(nn.Module):
+    """Calls its blocks sample by sample, through vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = values + torch.func.vmap(block)(values)
+        return values
+
+
+@pytest.mark.parametrize("kind", [curvlab.Hessian, curvlab.GaussNewton])
+def test_blocks_may_be_called_through_vmap(kind: Any) -> None:
+    torch.manual_seed(0)
+    model, batch = Mapped().double(), (torch.randn(6, 4).double(), torch.arange(6) % 4)
+    truth = products(kind, model, batch, engine="rebuilt")
+    assert off(products(kind, model, batch, engine="blockwise"), truth) < 1e-12

@@ -16,12 +16,15 @@ from benchmarks.trained import SMALL, trained
 from curvlab import GaussNewton, Hessian, lanczos
 from curvlab.basis import basis_bytes
 from curvlab.batches import read
-from curvlab.eigen.room import PASSING, Room
+from curvlab.eigen.products import Products
+from curvlab.eigen.room import PASSING, Room, quota, solve_bytes
 from curvlab.nets import mlp, slim_resnet18, vit_cifar
+from curvlab.operators import FromFunction
 from curvlab.operators.products.sizing import Cost
 from curvlab.plan import MACHINES, plan, plan_counted, scaled
 from curvlab.plan.cost import SCHEDULER, Unit, counted, measured
 from curvlab.plan.formulae import communication, mean_rows, memories, products_needed
+from curvlab.rows.sizes import row_bytes
 
 GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = (
@@ -180,6 +183,40 @@ def test_a_product_alone_and_rows_in_little_room_are_planned_without_the_usual_r
         assert unit.solver == (rows + 10 + PASSING) * UNIT.n * UNIT.element
     with pytest.raises(ValueError, match=r"bytes=100000000\) is too little: k = 10 needs"):
         scaled(UNIT, 100, 10, 1e-3, 1, 10**10, 1, 1e9, room=Room(bytes=10**8))
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "batch-statistics"}, {"chunk": "batch"}, {"chunk": 4}], ids=str
+)
+def test_samples_that_stay_together_are_planned_as_the_operator_computes_them(options):
+    model = slim_resnet18(5, nf=4).eval()
+    images = torch.randn(60, 3, 16, 16, generator=GENERATOR), torch.arange(60) % 5
+    batches = [tuple(tensor[part] for tensor in images) for part in (slice(0, 30), slice(30, 60))]
+    found = plan(model, cross_entropy, batches, k=0, memory=10**9, **options)
+    operator = Hessian(model, cross_entropy, batches, budget=10**9, **options)
+    chunks = len(operator.problem.chunks)
+    assert (found.chunks, found.kept_chunks) == (chunks, operator._keep)
+    size = 1 if operator.problem.whole else options["chunk"]
+    working = operator.cost.peak(size) - operator.cost.kept(size)
+    taken = chunks * operator.cost.kept(size) + working
+    assert found.graph == pytest.approx(taken, rel=0.25)
+
+
+def test_a_plan_that_fits_is_of_a_solve_that_begins():
+    """The solver asks for all rows that it may use, also where few products would do."""
+    usual = plan_of(available=10**10, samples=2)
+    assert usual.products + 2 < 2 * 10 + 64
+    between = (usual.peak + usual.asked) // 2
+    found = plan_of(available=between, samples=2)
+    assert found.peak < between < found.asked
+    assert not found.fits
+    (advice,) = [line for line in found.advice if "would not begin" in line]
+    rows = int(advice.partition("rows=")[2].rstrip(")"))
+    assert plan_of(available=between, samples=2, room=Room(rows=rows)).fits
+    products = Products(FromFunction(lambda v: v, UNIT.n), None)
+    begun = quota(products, 10, 1, Room(), copies=True)
+    vectors = solve_bytes(begun.total, 10, row_bytes(UNIT.n, torch.float32))
+    assert 0 < usual.asked - vectors < 0.05 * usual.asked
 
 
 def test_few_rows_are_nearly_full_all_the_time_and_take_as_long_in_a_file():

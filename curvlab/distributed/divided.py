@@ -158,7 +158,9 @@ class Placeholder(Tensor):
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         raise TypeError(
             f"{func} met a parameter in shards where it cannot be gathered: read parameters in "
-            "the forward pass only, or fill a plain model with curvlab.distributed.fill"
+            "the forward pass only; turn activation checkpointing off, which runs parts of the "
+            "model again after it (blocks are computed again anyway, in as little memory); or fill "
+            "a plain model with curvlab.distributed.fill"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

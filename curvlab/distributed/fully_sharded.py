@@ -30,7 +30,7 @@ from curvlab.operators.policy import BAND, arithmetic
 from curvlab.operators.problem import TRIED, ChunkSize
 from curvlab.operators.products import sizing
 from curvlab.operators.products.free import free_bytes
-from curvlab.operators.trial import Trial, compare_differences
+from curvlab.operators.trial import Trial, compare_differences, constant_rows
 from curvlab.operators.verify import FEW, require_same_gradient
 
 MEASURED = 4  # samples of the larger of two chunks whose memory is measured
@@ -66,7 +66,12 @@ class FullySharded(Curvature):
             with arithmetic(self.device, problem.precision):
                 require_same_gradient(problem, few)
                 self.probe().require()
-                drawn = problem.space.signs(torch.Generator().manual_seed(1), 1)
+                drawn, start = (
+                    problem.space.signs(torch.Generator().manual_seed(1), 1),
+                    problem.space.start,
+                )
+                for row in constant_rows(self):
+                    drawn[:, max(0, row.start - start) : max(0, row.stop - start)] = 0
                 signs = drawn[:, : problem.layout.n].to(self.device, self.dtype)
                 product = self._blockwise(few, keep=False)
                 image = product(signs)[0]

@@ -51,6 +51,18 @@ def _divided_as(model: Any, tensor: Tensor) -> Tensor:
     return same.redistribute(mesh, model.placements)
 
 
+def _reshard(model: nn.Module) -> None:
+    """Let go of parameters that FSDP2 has left whole, as after a forward pass without gradients.
+
+    They are the modules' parameters as long as they are there: shards that move would not be seen,
+    nor the gradients that go to the shards.
+    """
+    for module in model.modules():
+        reshard: Any = getattr(module, "reshard", None)
+        if reshard is not None and hasattr(module, "_get_fsdp_state"):
+            reshard()
+
+
 def _rounds(model: nn.Module) -> bool:
     """Whether FSDP2 has been told to compute in a narrower dtype than the parameters have."""
     for module in model.modules():
@@ -75,6 +87,7 @@ class ShardedProblem(Problem):
 
     def __init__(self, model: nn.Module, *given: Any, **options: Any) -> None:
         self.group, self.given = current(), model
+        _reshard(model)
         super().__init__(model, *given, **options)
 
     # -- parameters in shards ----------------------------------------------------------------------
@@ -199,6 +212,7 @@ class ShardedProblem(Problem):
                 gradient = torch.zeros(shape) if found is None else whole(found)
                 pieces.append(self.space.part(gradient, first).to(coarsest))
         finally:
+            _reshard(self.given)  # which a model may be told to leave out
             for name, parameter in named.items():
                 parameter.grad = kept[name]
         return torch.cat(pieces)
@@ -272,8 +286,11 @@ class ShardedProblem(Problem):
         if given not in (None, "mean", "sum"):
             raise ValueError(f'reduction= is "mean" or "sum"; got {given!r}')
         claimed = given or stated
-        if self.whole or self.fewest < 2:
+        if self.whole:
             return claimed or "mean"
+        if self.fewest < 2:  # one sample twice tells a sum from a mean as well
+            batch = rows(batch, torch.zeros(2, dtype=torch.int64, device=self.device))
+            value = self.value(batch, 0)
         samples = sample_count(batch) or 2
         parts = [rows(batch, slice(0, 1)), rows(batch, slice(1, samples))]
         counts, values = [self.count_of(p) for p in parts], [self.value(p, 0) for p in parts]

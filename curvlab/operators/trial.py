@@ -75,7 +75,7 @@ def _attempt(operator: "Curvature") -> Trial:
     generator = torch.Generator().manual_seed(1)
     signs = torch.randint(0, 2, (operator.n,), generator=generator, dtype=torch.int8)
     vector = signs.to(operator.device, operator.dtype).mul_(2).sub_(1)
-    for row in _constant_rows(operator):
+    for row in constant_rows(operator):
         vector[row] = 0.0
     while True:
         chunk = Chunk(_some(operator, samples, size), number=TRIED)
@@ -104,9 +104,9 @@ def _measured(
     return product, image, sizing.Cost(0.0, kept / units, 0.0, live.peak / units)
 
 
-def _constant_rows(operator: "Curvature") -> Iterator[slice]:
+def constant_rows(operator: "Curvature") -> Iterator[slice]:
     """The padding rows of embeddings: torch gives them no gradient although the loss moves."""
-    places = operator.problem.layout.slices()
+    places = {} if operator.layout is None else operator.layout.slices()
     for name, module in operator.problem.model.named_modules():
         where = places.get(f"{name}.weight" if name else "weight")
         if isinstance(module, nn.Embedding) and module.padding_idx is not None and where:

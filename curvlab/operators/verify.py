@@ -99,7 +99,18 @@ def settle_reduction(
             if mean or total:
                 continue
         require_additive(problem, mixed, value, claimed or "mean")
+    if claimed is None and problem.batches.samples == 1:
+        return _of_one(problem)
     return claimed or "mean"
+
+
+def _of_one(problem: "Problem") -> Reduction:
+    """Mean or sum, of a single sample: other ranks may have more, and count on knowing it."""
+    (batch,) = problem.batches.joined
+    twice = rows(batch, torch.zeros(2, dtype=torch.int64, device=problem.device))
+    value, doubled = problem.value(batch, 0), problem.value(twice, 0)
+    mean, total = (same(problem, batch, doubled, times * value) for times in (1, 2))
+    return "sum" if total and not mean else "mean"
 
 
 def require_additive(problem: "Problem", batch: Any, value: float, reduction: Reduction) -> None:

@@ -57,6 +57,8 @@ class Plan:
         solver: The working basis of Lanczos and its result.
         peak: All of these at once and what allocators and libraries add, on top of the model and
             data that are there already.
+        asked: What has to be free for the solve to begin: it refuses if the rows that it may use do
+            not all fit, however few products it turns out to need.
         products: With the operator, for one task.
         seconds: For one task: setup, products, orthogonalisation, communication.
         memories: The memory M of all tasks, by storage dtype.
@@ -74,6 +76,7 @@ class Plan:
     graph: int
     solver: int
     peak: int
+    asked: int
     chunks: int
     kept_chunks: int
     products: int
@@ -90,7 +93,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak <= self.available
+        return max(self.peak, self.asked) <= self.available
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "fits": self.fits}
@@ -255,6 +258,7 @@ def scaled(
         FRAGMENTED * (known - working) + (held + made + ASIDE) * vector,
     ]
     peak = int(max(moments[: 3 if k else 1])) + LIBRARIES
+    asked = _asked(unit, k, data, made, vector, room)
     same = left == own_room or _chunks(unit, own, own_room) == (size, kept, chunks)
     told = None if same else int(given - FRAGMENTED * (own_room - left))
     most = _largest_k(unit, available, data, ranks, tol)
@@ -271,6 +275,7 @@ def scaled(
         graph=graph,
         solver=solver,
         peak=peak,
+        asked=asked,
         chunks=chunks,
         kept_chunks=kept,
         products=products,
@@ -282,18 +287,29 @@ def scaled(
         memories=tuple(found),
         traffic=traffic,
         largest_k=most,
-        advice=tuple(_advice(unit, available, peak, most, found, told)),
+        advice=tuple(
+            _advice(unit, available, peak, most, found, told)
+            if peak > available or asked <= available
+            else [f"the solve would not begin with its usual rows: room=Room(rows={held})"]
+        ),
         how=unit.how,
     )
 
 
 def _chunks(unit: Unit, samples: int, room: float) -> tuple[int, int, int]:
     """Samples of a chunk, chunks whose graphs are kept, chunks: as the operator chooses them."""
-    if unit.graph.peak(1) > room:  # it does not fit at all: say what one sample at a time takes
-        return 1, 0, samples
-    size = chunk_size(samples, unit.graph, room)
+    if unit.graph.peak(unit.least) > room:  # it does not fit at all: say what the least takes
+        return unit.least, 0, -(-samples // unit.least)
+    size = min(unit.size, samples) or chunk_size(samples, unit.graph, room)
     chunks = -(-samples // size)
     return size, fitting(unit.graph, size, room, chunks), chunks
+
+
+def _asked(unit: Unit, k: int, data: int, made: int, vector: int, room: Room) -> int:
+    """Bytes without which a solve does not begin: no graph is kept yet, and any row may be used."""
+    rows = held_rows(k, unit.n, unit.n, vector, room) if k else 0
+    held = solve_bytes(rows, made, vector) if k else 0
+    return int(FRAGMENTED * (unit.held + data)) + LIBRARIES + held
 
 
 def _vector(unit: Unit, ranks: int) -> int:
@@ -304,15 +320,16 @@ def _vector(unit: Unit, ranks: int) -> int:
 def _largest_k(unit: Unit, available: float, data: int, ranks: int, tol: float) -> int:
     """The most pairs whose solve fits with one sample's graph; 0 if none does."""
     long = -(-unit.n // ranks) if unit.blocks else unit.n
-    least = unit.held + data + unit.graph.peak(1) + vector_bytes(long, unit.element)
+    least = unit.held + data + unit.graph.peak(unit.least) + vector_bytes(long, unit.element)
     room = available - LIBRARIES - FRAGMENTED * least
     vector = _vector(unit, ranks)
     low, high = 0, unit.n
     while low < high:
         k = (low + high + 1) // 2
         products = min(products_needed(k, tol, unit.effort), unit.n + 4)
-        held = held_rows(k, products, unit.n, vector)
-        if solve_bytes(held, result_vectors(k, unit.element), vector) <= room:
+        held, made = held_rows(k, products, unit.n, vector), result_vectors(k, unit.element)
+        begins = _asked(unit, k, data, made, vector, USUAL) <= available
+        if begins and solve_bytes(held, made, vector) <= room:
             low = k
         else:
             high = k - 1
@@ -331,7 +348,7 @@ def _advice(
     if peak > available:
         if unit.held > available:
             lines.append("the parameters alone do not fit: split the model, or select= a part")
-        elif unit.graph.peak(1) + unit.held > available:
+        elif unit.graph.peak(unit.least) + unit.held > available:
             lines.append("one sample's graph does not fit: GaussNewton, precision, or select=")
         elif most >= 1:
             lines.append(

@@ -51,6 +51,8 @@ class Unit:
         how: Where the numbers come from.
         blocks: How many blocks a model in shards has, which are gathered one at a time; 0 for a
             model that every rank holds.
+        size: Samples of a chunk where that is settled: by ``chunk=``, or by batches that are never
+            cut; 0 where the operator cuts them as memory allows.
     """
 
     n: int
@@ -65,6 +67,12 @@ class Unit:
     how: str
     effort: float = 1.0
     blocks: int = 0
+    size: int = 0
+
+    @property
+    def least(self) -> int:
+        """The fewest samples that are computed together."""
+        return max(1, self.size)
 
 
 def clock() -> float:
@@ -118,10 +126,21 @@ def measured(
             Trap.COUPLED,
         ) from error
     # one after the other: two operators are not there at once
-    times = _timed(kind, model, loss, first, small, options)[1:] if small < large else None
+    less: tuple[float, float, Cost] | None = None
+    if small < large:
+        operator, setup, product = _timed(kind, model, loss, first, small, options)
+        whole = operator.problem.whole
+        less = setup, product, operator.cost if whole else Cost(0.0, 0.0, 0.0, 0.0)
+        del operator
     operator, setup_large, product_large = _timed(kind, model, loss, first, large, options)
-    setup_small, product_small = times or (setup_large, product_large)
-    problem = operator.problem
+    setup_small, product_small, cost_small = less or (setup_large, product_large, operator.cost)
+    problem, graph, size = operator.problem, operator.cost, 0
+    if problem.whole:  # its cost is that of a batch
+        kept = _line(small, cost_small.kept(1), large, graph.kept(1))
+        graph = Cost(*kept, *_line(small, cost_small.peak(1), large, graph.peak(1)))
+        size = -(-most // len(batches))
+    elif isinstance(options.get("chunk"), int):
+        size = min(most, options["chunk"])
     held = sum(t.nbytes for t in [*problem.named().values(), *problem.buffers.values()])
     data = sum(t.nbytes for t in tensors(first)) / large
     effort = _effort(operator, min(k, operator.n), tol, room) if k else 1.0
@@ -134,7 +153,7 @@ def measured(
         element=problem.parameters[0].element_size(),
         held=held,
         sample_bytes=data,
-        graph=operator.cost,
+        graph=graph,
         setup=_line(small, setup_small, large, setup_large),
         product=_line(small, product_small, large, product_large),
         row=row,
@@ -142,6 +161,7 @@ def measured(
         how=f"measured on {small} and {large} samples, {torch.get_num_threads()} thread(s)"
         + (busy if others > BUSY else ""),
         effort=effort,
+        size=size,
     )
 
 

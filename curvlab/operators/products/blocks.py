@@ -132,7 +132,9 @@ class _Recomputed:
         pieces = own if self.holding is None else self.holding.pieces(own)
         tensors = [*pieces, *before, *(leaves[i] for i in where)]
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if self.holding is None and not differentiated:
+        # The transforms of torch.func (vmap) cannot follow a block: they have its inside instead.
+        wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+        if self.holding is None and (wrapped or not differentiated):
             return self.original(*args, **kwargs)
         states = [generator.get_state() for generator in generators(tensors[0].device)]
         call = _Call(self, own, [*parameters, *buffers], leaves, spec, where, states)
