@@ -115,7 +115,7 @@ class Products:
         dimensions. Numbers below the normal ones have a last bit of fixed size: ``n`` sums of ``n``
         terms are off by less than ``n`` of those.
         """
-        arithmetic = torch.finfo(self.dtype)
+        arithmetic = torch.finfo(self.operator.dtype)
         summed = self._summed
         if isinstance(self.operator, Dense):
             summed += self.eps / 2 * math.sqrt(self.n) / 3 * norm
