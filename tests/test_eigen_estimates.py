@@ -214,6 +214,14 @@ def test_trace_of_a_tiny_operator_is_exact():
     assert found == type(found)(-2.0, 0.0, 3)
 
 
+def test_a_trace_for_which_there_are_products_enough_is_exact():
+    """Of three signs, four draws may all be one vector and its opposite, and see no error."""
+    matrix = (torch.ones(3, 3) + 0.9 * torch.eye(3)).double()
+    for seed in range(100):
+        found = trace(Dense(matrix), probes=6, seed=seed)
+        assert abs(found.value - float(matrix.trace())) <= 4 * found.error + 1e-12
+
+
 def test_diagonal_is_right_to_its_error_bars():
     matrix, _ = rotated(hessian_like(200))
     mean, error = diagonal(Dense(matrix), probes=400)
