@@ -15,7 +15,7 @@ second: as nonlinearity. Symmetry may be broken by as much, and not by more.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Protocol, runtime_checkable
 
@@ -63,6 +63,7 @@ class Certificate:
         products: How many were made to measure them.
         exponent: Power of two by which products are far from one: squares of their elements may not
             be numbers. 0 where they are near.
+        size: Mean length of the products with unit vectors, by two to the power of minus that.
     """
 
     symmetry: float
@@ -71,6 +72,7 @@ class Certificate:
     limit: float
     products: int
     exponent: int = 0
+    size: float = field(default=0.0, compare=False)
 
     @property
     def passed(self) -> bool:
@@ -213,7 +215,8 @@ def probe(operator: LinearOperator, *, seed: int = 0, limit: float | None = None
         if measured and repeatability <= limit:
             products = 6
             limit = max(limit, RAGGED * linearity) if change(TWICE) <= limit else limit
-    return Certificate(symmetry, repeatability, linearity, limit, products, exponent)
+    size = math.fsum(sizes) / math.fsum(lengths)
+    return Certificate(symmetry, repeatability, linearity, limit, products, exponent, size)
 
 
 MIXTURE = (0.75, -1.5, 1.0)

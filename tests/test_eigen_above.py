@@ -56,8 +56,20 @@ def test_directions_that_a_learning_rate_makes_unstable():
 
 def test_too_many_is_an_error_that_says_so():
     matrix = rotated(torch.linspace(1, 2, 200, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"more than 12 eigenvalues lie beyond 0\.5.*largest="):
+    with pytest.raises(ValueError, match=r"12 eigenvalues or more lie beyond 0\.5.*largest="):
         eigenpairs_above(Dense(matrix), 0.5, largest=12)
+
+
+@pytest.mark.parametrize("n", [50, 150])
+@pytest.mark.parametrize("which", ["LA", "SA", "LM"])
+def test_values_on_the_other_side_need_not_be_known_to_their_own_size(n, which):
+    """In float32 a relative 1e-3 of them is out of reach; two are beyond, and that is certain."""
+    values = torch.cat([torch.tensor([1.0, 0.9]), 1e-5 * torch.linspace(0.1, 1, n - 2)]).double()
+    sign = -1.0 if which == "SA" else 1.0
+    found = eigenpairs_above(rotated(sign * values).float(), sign * 0.5, which=which)
+    assert found.require_converged(complete=True) is found
+    torch.testing.assert_close(found.values.abs(), values[:2], rtol=1e-5, atol=0)
+    assert bool((found.residuals <= 1e-3 * found.values.abs()).all())
 
 
 @pytest.mark.parametrize(

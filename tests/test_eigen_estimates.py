@@ -77,6 +77,15 @@ def test_leaving_out_everything_selects_nothing_and_a_cap_is_an_error_that_says_
         spectral_energy(operator, 0.01, dense=False, largest=3)
 
 
+@pytest.mark.parametrize("short", [True, False])
+def test_energy_needs_no_more_pairs_to_be_known_than_hold_it(short):
+    """In float32 the last of the first 16 are not known to a relative 1e-3."""
+    values = 0.4 ** torch.arange(200, dtype=torch.float64)
+    found = spectral_energy(rotated(values)[0].float(), 0.1, short=short, dense=False)
+    assert found.k == 2
+    assert found.pairs.require_converged(complete=True) is found.pairs
+
+
 @pytest.mark.parametrize("epsilon", [0.0, -0.1, 1.5, float("nan")])
 def test_energy_refuses_a_share_outside_its_range(epsilon):
     with pytest.raises(ValueError, match="epsilon="):
@@ -212,6 +221,14 @@ def test_a_product_costs_at_most_one_transfer_from_the_device(compute, products,
 def test_trace_of_a_tiny_operator_is_exact():
     found = trace(Dense(torch.diag(torch.tensor([1.0, 2.0, -5.0]))), probes=30)
     assert found == type(found)(-2.0, 0.0, 3)
+
+
+def test_a_trace_for_which_there_are_products_enough_is_exact():
+    """Of three signs, four draws may all be one vector and its opposite, and see no error."""
+    matrix = (torch.ones(3, 3) + 0.9 * torch.eye(3)).double()
+    for seed in range(100):
+        found = trace(Dense(matrix), probes=6, seed=seed)
+        assert abs(found.value - float(matrix.trace())) <= 4 * found.error + 1e-12
 
 
 def test_diagonal_is_right_to_its_error_bars():

@@ -57,6 +57,30 @@ def test_bounds_are_infinite_where_the_rest_of_the_spectrum_is_not_known():
     assert closed.error(torch.ones(120).double()) < math.inf
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("which", "k"), [("LA", 3), ("both", 1), ("LM", 3)])
+def test_no_bound_is_finite_that_a_pole_within_the_open_rest_may_pass(name, which, k):
+    """The rest reaches down to -1, unseen by the pairs, or no further up than where f ends."""
+    rest = torch.linspace(-1, 1, 56, dtype=torch.float64)
+    matrix, function = rotated(torch.cat([torch.full((4,), 5.0).double(), rest])), FUNCTIONS[name]
+    pairs = lanczos(Dense(matrix), k, which=which, tol=0.1, dense=False)
+    found, true = pairs.function(function, damping=1.02), exactly(matrix, function, 1.02)
+    vectors = [*rotated(rest)[:2], torch.ones(60).double(), *pairs.vectors]
+    for vector in vectors:
+        vector = torch.nn.functional.pad(vector, (0, 60 - len(vector)))
+        assert float((found @ vector - true @ vector).norm()) <= found.error(vector)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_trace_knows_from_its_random_vectors_where_the_open_rest_ends(name):
+    rest = torch.linspace(-1, 1, 56, dtype=torch.float64)
+    matrix, function = rotated(torch.cat([torch.full((4,), 5.0).double(), rest])), FUNCTIONS[name]
+    pairs = lanczos(Dense(matrix), 3, which="LA", tol=1e-8, dense=False)
+    seen = pairs.function(function, damping=1.1).trace(Dense(matrix))
+    assert abs(seen.value - float(exactly(matrix, function, 1.1).trace())) <= 4 * seen.error
+    assert math.isfinite(seen.error)
+
+
 @pytest.mark.parametrize("name", ["log", "inverse", "root"])
 @pytest.mark.parametrize("damping", [0.05, 1.0])
 def test_the_trace_of_a_function_is_within_two_error_bars(name, damping):

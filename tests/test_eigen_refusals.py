@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from curvlab.basis import Basis
 from curvlab.eigen import (
@@ -22,7 +23,8 @@ from curvlab.eigen import (
     spectral_energy,
     trace,
 )
-from curvlab.operators import FromFunction
+from curvlab.nets import mlp
+from curvlab.operators import FromFunction, GaussNewton
 from curvlab.probe import Certificate, OperatorError, usual_limit
 from tests.dense_truth import rotated
 
@@ -530,3 +532,20 @@ def test_progress_is_a_choice_of_two_or_left_open(progress):
         with pytest.raises(TypeError, match="progress= is True, False, or None"):
             call()
     assert operator.count == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dense", [None, False])
+def test_an_operator_of_which_deflation_leaves_only_rounding_is_not_refused(dense, dtype):
+    """A Gauss-Newton of few samples, all of whose directions are deflated."""
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        count = 1 + seed % 3
+        batch = torch.randn(count, 20, generator=generator, dtype=dtype), torch.zeros(count).long()
+        model = mlp((20, 30, 3), seed=seed, dtype=dtype)
+        operator = GaussNewton(model, cross_entropy, batch)
+        tol = 1e-4 if dtype == torch.float32 else 1e-10
+        found = lanczos(operator, 2 * count, tol=tol)
+        rest = lanczos(operator, 2, deflate=found.vectors, dense=dense)
+        assert float(rest.values.abs().max()) <= 10 * tol * found.norm
+        assert bool(rest.converged.all())

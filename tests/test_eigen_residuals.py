@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from curvlab.eigen import Certify, block_lanczos, lanczos
+from curvlab.eigen import Certify, block_lanczos, lanczos, power_iteration
 from curvlab.eigen.products import Products
 from curvlab.operators import Dense, FromFunction
 from tests.dense_truth import rotated
@@ -97,3 +97,29 @@ def test_the_rounding_of_products_below_the_normal_numbers_is_known():
         products.into(vector, image)
         exact = vector.double() @ products.operator.matrix.double()
         assert float((image - exact).norm()) <= products.rounding(1e-40)
+
+
+@pytest.mark.parametrize("stop", ["residual", "value"])
+def test_power_iteration_counts_the_roundings_of_its_products_and_of_its_vectors(stop):
+    much = torch.full((N, N), 100.0)
+    for seed in range(10):
+        matrix = rotated(0.6 ** torch.arange(N, dtype=torch.float64), seed=seed).float()
+        inaccurate = FromFunction(lambda v, m=matrix: v @ (m + much) - v @ much, N)
+        exact = (matrix + much).double() - much.double()
+        pairs = power_iteration(inaccurate, 2, stop=stop, seed=seed, max_products=200)
+        assert (shares(pairs, exact) <= 1.0).all()
+    matrix = rotated(0.6 ** torch.arange(N, dtype=torch.float64)).bfloat16()
+    matrix = torch.triu(matrix) + torch.triu(matrix, 1).T
+    pairs = power_iteration(product_with(matrix), 2, stop=stop, tol=0.05, max_products=200)
+    inner = pairs.vectors.double() @ pairs.vectors.double().T
+    assert pairs.orthogonality == float((inner - torch.eye(2)).abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_probe_in_few_dimensions_that_shows_no_rounding_was_lucky(dtype):
+    for seed in range(100):
+        n = 2 + seed % 3
+        matrix = rotated(torch.linspace(-1, 0.9, n, dtype=torch.float64), seed=seed).to(dtype)
+        matrix = torch.triu(matrix) + torch.triu(matrix, 1).T
+        pairs = lanczos(product_with(matrix), n, tol=1e-6, dense=False, seed=seed)
+        assert (shares(pairs, matrix) <= 1.0).all()

@@ -276,3 +276,14 @@ def test_an_operator_whose_squares_leave_float64_is_computed_in_another_unit(nam
 def test_an_energy_that_leaves_float64_is_refused(power):
     with pytest.raises(ValueError, match="scale the operator"):
         spectral_energy(Stopping(matrix() * 2.0**power), 0.1)
+
+
+@pytest.mark.parametrize("power", [-900, 900])
+def test_a_search_in_another_unit_goes_on_in_that(power, tmp_path):
+    def compute(operator, **keep):
+        return lanczos(operator, 3, tol=1e-6, dense=False, **keep)
+
+    far = matrix() * 2.0**power
+    with pytest.raises(Interrupted):
+        compute(Stopping(far, 20, ctrl_c), checkpoint=tmp_path / "kept")
+    assert same(compute(Stopping(far), checkpoint=tmp_path / "kept"), compute(Stopping(far)))

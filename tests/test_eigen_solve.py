@@ -41,6 +41,29 @@ def test_the_reported_residual_is_not_below_the_true_one(name, dtype, k):
     assert found.x.dtype == dtype
 
 
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+def test_a_right_hand_side_in_a_narrower_dtype_does_not_round_the_solution(dtype, narrow):
+    matrix = rotated(SPECTRA["well conditioned"]).to(dtype)
+    b = torch.randn(150, generator=torch.Generator().manual_seed(1)).to(narrow)
+    found = solve(Dense(matrix), b, tol=LIMIT[dtype]).require_converged()
+    exact = Dense(matrix).dense().double()
+    true = (b.double() - exact @ found.x.double()).norm() / b.double().norm()
+    assert float(true) <= found.residual
+    assert found.x.dtype == dtype
+
+
+def test_damping_that_a_matrix_all_but_cancels_hides_nothing_of_its_rounding():
+    operator = FromFunction(lambda v: -3.0 * v, 60)
+    pairs = lanczos(operator, 5, which="LA")
+    for seed in range(20):
+        b = torch.randn(60, generator=torch.Generator().manual_seed(seed))
+        found = solve(operator, b, damping=3.03, pairs=pairs, tol=1e-8)
+        x = found.x.double()
+        true = (b.double() + 3.0 * x - 3.03 * x).norm() / b.double().norm()
+        assert float(true) <= found.residual
+
+
 def test_deflating_the_outliers_saves_most_of_the_steps():
     operator = Dense(rotated(SPECTRA["outliers"]))
     b = torch.randn(150, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

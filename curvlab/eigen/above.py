@@ -7,6 +7,7 @@ from typing import Literal
 from curvlab.checks import shown, whole
 from curvlab.eigen.growing import Growing
 from curvlab.eigen.lanczos import lanczos
+from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import check_choice
 from curvlab.eigen.result import Eigenpairs
@@ -59,23 +60,37 @@ def eigenpairs_above(
     n = products.n
     if n <= SMALL and not products.space.sharded:
         pairs = lanczos(operator, n, which=which, tol=tol, seed=seed, dense=True, progress=False)
-        return pairs.head(_beyond(pairs, threshold, which))
+        found = pairs.head(_beyond(pairs, threshold, which))
+        if not bool(found.converged.all()):
+            return found
+        # all values are known: what is uncertain on the other side is nobody's concern
+        return replace(
+            found, complete=True, doubt=0.0, outcome=Outcome.CONVERGED, reason="converged"
+        )
     certificate = products.probe(seed)
     growing = Growing(products, certificate, which=which, tol=tol, seed=seed, progress=progress)
     k, certify = min(FIRST, n, largest), False
+    outer = which == "LM" or (threshold > 0.0) == (which == "LA")
     while True:
         pairs = growing.pairs(k, certify=certify)
+        if not bool(pairs.converged.all()) and growing.relative_to == "value" and outer:
+            # Precision may not do for values far within. They need not be known to their own size:
+            # what allows for the threshold's is no wider for those beyond it.
+            growing.relative_to = "norm"
+            growing.tol = tol * min(1.0, abs(threshold) / pairs.norm)
+            continue
         pairs.require_converged()
         count = _beyond(pairs, threshold, which)
         if count < len(pairs) or len(pairs) == n:
             if certify:
-                return replace(pairs.head(count), matvecs=products.count)
+                found = replace(pairs.head(count), matvecs=products.count)
+                return replace(found, tol=tol, relative_to="value") if outer else found
             # Of all attempts only the last has to be complete, and it no further than to the first
             # value on the other side: what is deep in the bulk is hard to certify.
             k, certify = min(n, count + 1), True
         elif k == largest:
             raise ValueError(
-                f"more than {count} eigenvalues lie beyond {threshold:g}: raise largest=, or "
+                f"{count} eigenvalues or more lie beyond {threshold:g}: raise largest=, or "
                 "choose a threshold further out (Density.count_above estimates how many there are)"
             )
         else:

@@ -8,6 +8,7 @@ that a file is not resumed with other options, and what is known of the operator
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ _FORM = {
     "asked": dict,
     "products": COUNT,
     "overhead": COUNT,
-    "certificate": (None, CERTIFICATE),
+    "certificate": (None, {**CERTIFICATE, "exponent": int, "size": FINITE}),
     "seconds": FINITE,
 }
 
@@ -97,6 +98,9 @@ def read_checkpoint(path: str | Path, solver: Solver, *, asked: dict[str, Any]) 
     require_facts(path, facts, _FORM)
     solver.certificate = certificate_from(facts["certificate"])
     if solver.certificate is not None:
+        # in which unit the products in the file are
+        unit = {name: facts["certificate"][name] for name in ("exponent", "size")}
+        solver.certificate = replace(solver.certificate, **unit)
         solver.products.trust(solver.certificate)
     rounding = max(solver.products.eps, solver.products.error)
     require_same(path, "solve", facts["asked"], asked, rounding)

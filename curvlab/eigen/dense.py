@@ -4,6 +4,7 @@ Nothing can be hidden from it, so the result is always complete. Residuals are c
 matrix itself.
 """
 
+import math
 import time
 
 import torch
@@ -66,7 +67,7 @@ def solve_dense(products: Products, request: Request) -> Eigenpairs:
     certificate = products.probe(request.seed)
     limit = certificate.limit
     matrix = dense_matrix(products)
-    scale = float(matrix.abs().max())
+    scale = max(float(matrix.abs().max()), products.size / math.sqrt(products.n))
     asymmetry = float((matrix - matrix.T).abs().max()) / scale if scale > 0 else 0.0
     if asymmetry > limit and asymmetry > RAGGED * _rounding(products, limit * scale) / scale:
         raise OperatorError(
@@ -77,12 +78,13 @@ def solve_dense(products: Products, request: Request) -> Eigenpairs:
     # The deflated directions were moved to the upper end.
     values, columns = values[: products.room], columns[:, : products.room]
     norm = float(values.abs().max())
+    reach = max(norm, products.size)
     chosen = order(values.cpu(), request.k, request.which)[: request.k].to(values.device)
     values, stored = values[chosen], columns[:, chosen].T.to(products.operator.dtype).contiguous()
     rest = stored.double() @ matrix.T - values[:, None] * stored.double()
-    residuals = torch.linalg.vector_norm(rest, dim=1) + (products.eps + products.error) * norm
+    residuals = torch.linalg.vector_norm(rest, dim=1) + (products.eps + products.error) * reach
     residuals += torch.finfo(torch.float64).eps * float(matrix.norm())  # the sums in rest
-    floor = 2.0 * products.error * norm + 16.0 * products.eps * norm
+    floor = 2.0 * products.error * reach + 16.0 * products.eps * reach
     tol, relative_to = request.tol, request.relative_to
     judged = judge(values, residuals, tol=tol, relative_to=relative_to, norm=norm, floor=floor)
     good = bool(judged.converged.all())

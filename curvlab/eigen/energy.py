@@ -193,10 +193,15 @@ class _Selection:
         n, largest, epsilon = self.products.n, self.largest, self.epsilon
         while True:
             pairs = self._pairs()
-            if not self.short:
-                pairs.require_converged()
             tails = _tails(self.products.space, pairs, self.images)
             tail, high = tails.mean(0), tails.mean(0) + 2 * _errors(tails, pairs.values)
+            needed, converged = _needed(pairs.values, high, epsilon) or 0, pairs.converged
+            if needed and bool(converged[:needed].all()) and not bool(converged.all()):
+                # precision may not do for values that are not needed
+                self.k, self.certify = needed, True
+                continue
+            if not self.short:
+                pairs.require_converged()
             enough = _needed(pairs.values, tail, epsilon) is not None
             more = enough or self.k < largest
             if self.short and not (bool(pairs.converged.all()) and more):

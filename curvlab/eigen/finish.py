@@ -205,17 +205,18 @@ def _spot_check(solver: Solver, ritz: Ritz, k: int) -> None:
             return
         rounded = solver.bounds.floor if krylov.restarts else 8.0 * products.eps * known
         difference = max(0.0, difference - rounded) * krylov.norm / known
-    allowed = solver.limit * krylov.norm * length
+    norm = max(krylov.norm, products.size)
+    allowed = solver.limit * norm * length
     if not difference <= allowed:
         # What the basis has not shown may still be rounding: measure it.
         mixture = _combined(krylov, weights / length, products.dtype)
         parts = torch.stack([mixture, krylov.rows.row(0)])
-        change = rounding(products, parts, solver.limit * krylov.norm)
+        change = rounding(products, parts, solver.limit * norm)
         krylov.rounding = max(krylov.rounding, float(products.space.norm(change).max()))
         allowed = max(allowed, RAGGED * krylov.rounding * length)
     if not difference <= allowed:
         raise OperatorError(
-            f"a product made after the solve differs by {difference / length / krylov.norm:.1e} of "
+            f"a product made after the solve differs by {difference / length / norm:.1e} of "
             "the operator's norm from what the products made during it say: it has changed "
             "meanwhile (parameters updated, a reshuffling loader), or it is not linear"
         )

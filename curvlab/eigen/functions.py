@@ -10,7 +10,7 @@ reciprocal, the square root and its reciprocal, the logarithm.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,7 +88,7 @@ class SpectralFunction(Operator):
         if outside <= rounding * length:
             outside = 0.0
         away = self._deviation() if outside else 0.0
-        near = self._slope() * self.coupling if self.coupling else 0.0
+        near = self._slope(self.rest) * self.coupling if self.coupling else 0.0
         return float(away * outside + (near + rounding * largest) * length)
 
     def trace(
@@ -123,7 +123,10 @@ class SpectralFunction(Operator):
         low = min(self.rest[0], 0.0)  # the projection has zeros
         rest = density.trace(change, lowest=low if math.isfinite(low) else None)
         known = math.fsum(self.at_values.tolist()) + (self.n - len(self.pairs)) * self.outside
-        pairs = 2.0 * self._slope() * float(self.pairs.residuals.double().sum())
+        # where the pairs leave an end open, the density has seen how far the spectrum reaches
+        seen = (float(density.nodes.min()), float(density.nodes.max()))
+        ends = [end if math.isfinite(end) else s for end, s in zip(self.rest, seen, strict=True)]
+        pairs = 2.0 * self._slope(ends) * float(self.pairs.residuals.double().sum())
         return Estimate(known + rest.value, rest.error + pairs, rest.samples)
 
     def _deviation(self) -> float:
@@ -131,18 +134,20 @@ class SpectralFunction(Operator):
         ends = [self.rest[0] - self.coupling, self.rest[1] + self.coupling]
         if not all(map(math.isfinite, ends)):
             return math.inf
-        found = self._of(torch.tensor(ends, dtype=torch.float64) + self.damping) - self.outside
+        found = self._of(self._shifted(*ends)) - self.outside
         worst = float(found.abs().max())
         return worst if math.isfinite(worst) else math.inf
 
-    def _slope(self) -> float:
-        """The steepest slope of f over the spectrum, at one of its ends."""
-        values = self.pairs.values.tolist()
-        ends = [end for end in (*self.rest, *values) if math.isfinite(end)]
-        if not ends:
-            return math.inf if self.coupling else 0.0
+    def _shifted(self, low: float, high: float) -> Tensor:
+        """The ends of an interval, and zero between them, where f may have a pole."""
+        ends = [low + self.damping, high + self.damping]
+        return torch.tensor([*ends, 0.0] if ends[0] < 0.0 < ends[1] else ends, dtype=torch.float64)
+
+    def _slope(self, rest: Sequence[float]) -> float:
+        """The steepest slope of f over the spectrum, at one of its ends (or zero)."""
+        ends = (*rest, *self.pairs.values.tolist())
         low, high = min(ends) - self.coupling, max(ends) + self.coupling
-        at = torch.tensor([low, high], dtype=torch.float64).add_(self.damping).requires_grad_()
+        at = self._shifted(low, high).requires_grad_()
         with torch.enable_grad():
             (slopes,) = torch.autograd.grad(self.function(at).sum(), at)
         worst = float(slopes.abs().max())

@@ -13,7 +13,7 @@ from curvlab.eigen.checkpoint import restore, state_of
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import EVERY, Request, product_budget, request
-from curvlab.eigen.result import Eigenpairs
+from curvlab.eigen.result import Eigenpairs, RelativeTo
 from curvlab.eigen.run import iterate
 from curvlab.eigen.solver import Solver
 from curvlab.eigen.work import State
@@ -40,6 +40,7 @@ class Growing:
         self.certificate = certificate
         self.which = which
         self.tol = tol
+        self.relative_to: RelativeTo = "value"
         self.seed = seed
         self.progress = progress
         self.solver: Solver | None = None
@@ -74,8 +75,8 @@ class Growing:
     def _request(self, k: int, certify: bool, most: int | None = None) -> Request:
         most = self.products.spent + product_budget(None, k) if most is None else most
         asked = request(
-            self.products, k, which=self.which, tol=self.tol, seed=self.seed, max_products=most,
-            certify=certify,
+            self.products, k, which=self.which, tol=self.tol, relative_to=self.relative_to,
+            seed=self.seed, max_products=most, certify=certify,
         )  # fmt: skip
         # as if every one certified
         return replace(asked, quota=request(self.products, k, which=self.which).quota)

@@ -24,8 +24,11 @@ def require_rounding(products: Products, krylov: Krylov, limit: float, seed: int
         seed: Of the mixture of rows that is multiplied.
     """
 
+    def size() -> float:
+        return max(krylov.norm, products.size)
+
     def explained() -> bool:
-        return krylov.error <= limit * krylov.norm or krylov.asymmetry <= RAGGED * krylov.ragged
+        return krylov.error <= limit * size() or krylov.asymmetry <= RAGGED * krylov.ragged
 
     if explained():
         return
@@ -41,15 +44,15 @@ def require_rounding(products: Products, krylov: Krylov, limit: float, seed: int
     mixing = torch.randn(m, 3, generator=generator, dtype=torch.float64)
     mixing[:, 0] = columns[:, values.abs().argmax()]
     vectors = krylov.rows.combine(mixing / mixing.norm(dim=0))
-    change = rounding(products, vectors, limit * krylov.norm)
+    change = rounding(products, vectors, limit * size())
     along = krylov.rows.coefficients(change).cpu().square()
     krylov.rounding = max(krylov.rounding, float(products.space.norm(change).max()))
     krylov.ragged = max(krylov.ragged, float(along.mean(1).max().sqrt()))
     if krylov.asymmetry > RAGGED * krylov.ragged:
         raise OperatorError(
-            f"products made during the solve disagree by {krylov.error / krylov.norm:.1e} of "
+            f"products made during the solve disagree by {krylov.error / size():.1e} of "
             f"the operator's norm (limit {limit:.1e}), and rounding explains "
-            f"{krylov.rounding / krylov.norm:.1e}: it is not symmetric, or it changes between "
+            f"{krylov.rounding / size():.1e}: it is not symmetric, or it changes between "
             "products (parameters updated, dropout, a reshuffling loader)"
         )
 

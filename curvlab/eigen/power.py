@@ -280,7 +280,8 @@ def _result(
     space = products.space
     rest = images.double() - values[:, None].to(images.device) * vectors.double()
     norm = float(values.abs().max())
-    residuals = space.norm(rest).cpu() + products.eps * norm
+    # products are rounded, and so are the vectors to be returned
+    residuals = space.norm(rest).cpu() + products.rounding(norm) + products.eps * norm
     floor = 16.0 * products.eps * norm
     judged = judge(values, residuals, tol=tol, relative_to="value", norm=norm, floor=floor)
     converged = judged.converged
@@ -302,7 +303,7 @@ def _result(
         converged=converged.to(device),
         complete=False,
         doubt=1.0,
-        orthogonality=orthogonality(vectors, space),
+        orthogonality=orthogonality(stored, space),
         norm=norm * unit,
         floor=floor * unit,
         asymmetry=0.0,

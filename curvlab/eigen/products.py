@@ -50,6 +50,8 @@ class Products:
             measured the operator again. What a number of products decides goes by the others
             (:attr:`spent`), so that no result depends on how often it was resumed.
         error: Relative error of a product, as the probe measured it.
+        size: Mean length of ``A``'s products with unit vectors, where some of it is deflated: what
+            is left may be nothing but the rounding of that.
         exponent: Products are those of ``A`` by two to the power of minus this; not 0 only where
             ``near_one`` is asked for and squares of ``A`` would not be numbers.
         frozen: Whether it is a copy that nobody changes, and changes nothing itself.
@@ -73,7 +75,7 @@ class Products:
         self.eps = float(torch.finfo(operator.dtype).eps)
         self.frozen = isinstance(operator, Dense | Curvature)
         self.count = self.overhead = 0
-        self.error = self._summed = 0.0
+        self.error = self.size = self._summed = 0.0
         self.deflation = _deflation(deflate, self)
         self.room = self.n - (0 if self.deflation is None else self.deflation.size)
 
@@ -94,12 +96,15 @@ class Products:
         """Take the error of a product, and the size of products, from a certificate."""
         self.error = max(certificate.linearity, certificate.repeatability)
         self.exponent = certificate.exponent if self.near_one else 0
+        self.size = 0.0 if self.deflation is None else certificate.size
         if isinstance(self.operator, Dense):  # not probed; its sums are rounded nevertheless
             near = brought_near(self.operator.matrix, self.exponent)
             frobenius = torch.linalg.vector_norm(
                 near, dtype=torch.float64
             )  # squares: not float32's
             self._summed = self.eps / 2 * float(frobenius)
+            if self.deflation is not None:
+                self.size = float(frobenius) / math.sqrt(self.n)
 
     def rounding(self, norm: float) -> float:
         """Norm of the error of a product with a unit vector, for an operator of this norm.
@@ -115,11 +120,12 @@ class Products:
         dimensions. Numbers below the normal ones have a last bit of fixed size: ``n`` sums of ``n``
         terms are off by less than ``n`` of those.
         """
-        arithmetic = torch.finfo(self.dtype)
+        arithmetic = torch.finfo(self.operator.dtype)
         summed = self._summed
         if isinstance(self.operator, Dense):
             summed += self.eps / 2 * math.sqrt(self.n) / 3 * norm
         least = self.n * arithmetic.smallest_normal * arithmetic.eps
+        norm = max(norm, self.size)
         return max(self.error * norm, summed, arithmetic.eps / 2 * norm) + least
 
     def _known(self) -> Certificate | None:

@@ -31,7 +31,8 @@ class Solution:
     """An approximate solution of ``(A + damping) x = b`` and the evidence for it.
 
     Attributes:
-        x: Shape ``(n,)``, in b's dtype (this rank's shard on a sharded operator).
+        x: Shape ``(n,)``, in the wider of b's and the operator's dtype: ``residual`` is that of x
+            as it is returned (this rank's shard on a sharded operator).
         residual: Upper bound of ``|b - (A + damping) x| / |b|``.
         converged: Whether that is at most ``tol``.
         tol: What was asked for.
@@ -119,7 +120,9 @@ def solve(
         residual = at.residual + system.rounding
         good = residual <= tol
         reason = "converged" if good else at.ended or "it was interrupted"
-        x = brought_near(brought_near(at.x, products.exponent), -far).to(b.dtype)
+        # in b's own, narrower dtype x would have another residual
+        wide = torch.promote_types(b.dtype, products.operator.dtype)
+        x = brought_near(brought_near(at.x, products.exponent), -far).to(wide)
         return Solution(
             x,
             residual,
@@ -215,7 +218,8 @@ class _System:
         if not self.size:
             return 0.0
         error = max(self.products.eps, self.products.error)
-        return 2.0 * error * self.at.norm * float(self.space.norm(self.at.x)) / self.size
+        norm = self.at.norm + self.damping  # of A and damping apart: they may all but cancel
+        return 2.0 * error * norm * float(self.space.norm(self.at.x)) / self.size
 
     def state(self) -> State:
         at, inner = self.at, self.at.round

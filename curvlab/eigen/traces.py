@@ -58,7 +58,7 @@ def trace(
     shown(progress)
     products.probe(seed)
     third = max(1, probes // 3)  # sketch, exact shares, rest: the split of Hutch++
-    if third >= products.n and not products.space.sharded:
+    if products.n <= probes and not products.space.sharded:  # no dearer, and exact
         rows = torch.eye(products.n, dtype=products.dtype, device=products.device)
         images = finite_images(products, rows)
         return Estimate(float((rows * images).double().sum()) * products.unit, 0.0, products.n)
