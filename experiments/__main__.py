@@ -120,25 +120,30 @@ def _show(one: Work, place: Place) -> None:
 def _report(options: argparse.Namespace) -> int:
     from experiments.report import write
 
-    print(f"page: {write(Store(options.results), options.out)}")
+    print(f"page: {write(_held(options.results), options.out)}")
     return 0
 
 
 def _merge(options: argparse.Namespace) -> int:
     store = Store(options.results)
     for folder in options.folders:
-        if not Store(folder).file.exists():
-            raise ValueError(f"{folder} holds no results.jsonl; name results folders")
-        print(f"{folder}: {store.merge(Store(folder))} results added to {store.file}")
+        print(f"{folder}: {store.merge(_held(folder))} results added to {store.file}")
     return 0
 
 
 def _repair(options: argparse.Namespace) -> int:
-    store = Store(options.results)
+    store = _held(options.results)
     count = store.repair()
     print(f"{store.file}: {count} damaged lines moved to {store.file.name}.rejected"
           if count else f"{store.file}: nothing to mend")  # fmt: skip
     return 0
+
+
+def _held(folder: Path) -> Store:
+    store = Store(folder)
+    if not store.file.exists():
+        raise ValueError(f"{folder} holds no {store.file.name}; name a folder that `run` wrote to")
+    return store
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -145,6 +145,8 @@ def test_shards_of_two_machines_merge_to_the_whole(tmp_path, capsys):
         (["run", "tab:tiny", "--shard", "half"], "reads I/N, such as 1/4"),
         (["run", "tab:tiny", "--jobs", "0"], "must be 1 or more; got '0'"),
         (["run", "tab:tiny", "--device", "gpu"], "'gpu' is not available here"),
+        (["report"], "holds no results.jsonl"),
+        (["repair"], "holds no results.jsonl"),
     ],
 )
 def test_a_wrong_argument_is_answered_with_advice(arguments, advice, tmp_path, capsys):
@@ -158,6 +160,7 @@ def test_a_wrong_argument_is_answered_with_advice(arguments, advice, tmp_path, c
 
 def test_a_file_where_the_page_is_to_lie_is_named_and_kept(tmp_path, capsys):
     (tmp_path / "taken").write_text("mine")
+    (tmp_path / "results.jsonl").touch()
     assert command("report", "--out", str(tmp_path / "taken"), results=tmp_path) == 2
     said = capsys.readouterr().err
     assert f"{tmp_path / 'taken'}" in said

@@ -29,8 +29,9 @@ class Certify:
     Args:
         copies: Whether to look for hidden copies, and other eigenvalues that were missed.
         doubt: Probability with which that may be wrong.
-        products: Most products for one attempt (default half of those used to converge, at least
-            24); after them the result says that it is not complete.
+        products: Most products for one attempt; after them the result says that it is not complete.
+            By default half of those used to converge, at least 24, and more for longer vectors and
+            smaller doubts: 33 for 124 M elements.
         explicit: Compute every residual from a product with the vector itself, one per pair. By
             default they come from the decomposition; see :mod:`curvlab.eigen.finish`.
     """

@@ -24,6 +24,7 @@ from curvlab.probe import Certificate, usual_limit
 
 NEAR = 4.0  # times tol that given rows may be off for Rayleigh-Ritz on them: then never above cold
 LOOK = 4  # products of a chain between two looks for what it has found
+SLOWEST = math.exp(0.5)  # by which a product of a chain brings the doubt down, or patience ends
 FASTEST = 4.0  # by which a product may bring the worst residual down; networks' Hessians show 2.5
 
 
@@ -336,9 +337,13 @@ class Solver:
         """Whether certifying has cost more than it may."""
         if self.converged_at is None:
             return False
-        limit = self.request.certify.products
+        certify, n = self.request.certify, self.products.room
+        limit = certify.products
         if limit is None:
-            limit = max(24, self.converged_at // 2)
+            # What a random vector of this length takes for the doubt where the rest ends an eighth
+            # inside the edge: a product then brings the doubt down by SLOWEST.
+            usual = math.ceil(math.log(math.sqrt(n) / certify.doubt) / math.log(SLOWEST))
+            limit = max(24, usual, self.converged_at // 2)
         return self.products.spent - self.converged_at >= limit
 
     def _give_up(self) -> None:
