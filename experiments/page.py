@@ -106,10 +106,13 @@ def _top(
     yield tag(
         "p",
         f"Of {verdicts.total()} statements of the paper, at its own size, ",
-        tag("strong", f"{verdicts['agree']} agree", class_="agree"), " with our results, ",
-        tag("strong", f"{verdicts['disagree']} disagree", class_="disagree"), ", ",
-        tag("strong", f"{verdicts['undecided']} are undecided", class_="undecided"),
-        f" and {verdicts['not tested']} are not tested.",
+        tag("strong", _said(verdicts["agree"], "agrees", "agree"), class_="agree"),
+        " with our results, ",
+        tag("strong", _said(verdicts["disagree"], "disagrees", "disagree"),
+            class_="disagree"), ", ",
+        tag("strong", _said(verdicts["undecided"], "is undecided", "are undecided"),
+            class_="undecided"),
+        f" and {_said(verdicts['not tested'], 'is not tested', 'are not tested')}.",
         class_="lead",
     )  # fmt: skip
     if own:
@@ -126,6 +129,10 @@ def _top(
         yield from _listed(verdict, title, experiments, findings, counted)
     if missing := [one for one in experiments if not findings[one.label]]:
         yield _not_run(missing)
+
+
+def _said(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 def _listed(

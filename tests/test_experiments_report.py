@@ -120,9 +120,9 @@ def test_the_verdict_counts_every_statement_also_of_labels_that_were_not_run(tmp
     add(store, one, "full")
     text, read = page(store, tmp_path / "out", one, experiment("tab:other-arch"))
     assert "Of 8 statements of the paper, at its own size" in text
-    assert "1 agree<" in text
-    assert "1 disagree<" in text
-    assert "1 are undecided<" in text
+    assert "1 agrees<" in text
+    assert "1 disagrees<" in text
+    assert "1 is undecided<" in text
     assert "and 5 are not tested." in text, "one without a verdict, four of the label not run"
     marks = re.findall(r'class="count (\w+)" title="[^"]*">. (\d+)', text)
     counts = {style: sum(int(n) for s, n in marks if s == style) for style, _ in marks}
