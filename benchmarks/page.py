@@ -55,9 +55,10 @@ def fold(folder: Path, new: Iterable[Row]) -> list[Path]:
 
 
 def _group(entry: Row) -> tuple[str, str]:
-    # a curve is one run whatever its points; elsewhere a run is all contenders at one x
-    curve = entry.subject.startswith(("growth", "eigensolver curve"))
-    return entry.subject, entry.contender if curve else str(entry.x)
+    # a curve is one run whatever its points, and so is a large model; elsewhere a run is all
+    # contenders at one x
+    alone = entry.subject.startswith(("growth", "eigensolver curve", "large"))
+    return entry.subject, entry.contender if alone else str(entry.x)
 
 
 def table(view: View, rows: Sequence[Row]) -> str:

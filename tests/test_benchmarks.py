@@ -218,6 +218,10 @@ def test_folding_replaces_what_was_measured_again_and_keeps_the_rest(tmp_path):
         ("curvlab auto", "mlp", 3.0),
         ("curvlab auto", "resnet", 2.0),
     }
+    models = [entry(f"GPT of {n} M", n, "planned first", "large", "seconds", "s") for n in (1, 3)]
+    page.fold(tmp_path, models)
+    page.fold(tmp_path, [replace(models[0], p50=2.0)])  # one model was run again
+    assert {one.p50 for one in read_rows(tmp_path / "large.csv")} == {2.0, 3.0}
     with pytest.raises(ValueError, match=r"no section .* 'nonsense'"):
         page.fold(tmp_path, [entry(subject="nonsense")])
 
