@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from curvlab_kernels.block import CONVERTED
 from torch import Tensor
 
 from curvlab.basis import Basis
@@ -101,6 +102,11 @@ def everyone(ranks: int) -> Any:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_holds_as_many_shards_as_one_alone_holds_vectors(name: str) -> None:
     (alone,) = everyone(1)
+    # Long vectors are taken to float64 in pieces of one size, a larger part of a shard: 1.5 of
+    # them here. A whole vector in the place of a shard would be 3 more.
+    pieces = 8 * CONVERTED * (RANKS - 1) / (4 * N)
     for rank, found in enumerate(everyone(RANKS)):
         assert not isinstance(found, str), f"rank {rank}: {found}"
-        assert found[name] <= alone[name] + 1.0, f"rank {rank} holds {found[name]:.1f} shards"
+        assert found[name] <= alone[name] + 1.0 + pieces, (
+            f"rank {rank} holds {found[name]:.1f} shards"
+        )
