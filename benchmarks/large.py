@@ -66,7 +66,7 @@ class Case:
         budget: Of the operator.
         k: Pairs, with the solver's rows in a mapped file; 0 asks for one product.
         rows: Of the solver; its usual number if ``None``.
-        patience: Products that the search for hidden copies may take; few rows take more.
+        patience: Products that the search for hidden copies may take; the usual ones if ``None``.
         check: Whether the operator is checked when it is made.
         engine: Of the operator.
     """

@@ -45,11 +45,11 @@ def test_rows_are_all_rows_certification_included(rows, certify):
     assert torch.allclose(found.values[: len(wanted)], wanted, rtol=1e-4)
 
 
-def test_few_rows_that_held_the_search_are_freed_for_the_chain_that_certifies():
-    """A long vector meets a hidden eigenvector less: the chain needs more rows than the search."""
+def test_a_chain_of_more_products_than_there_are_rows_for_certifies():
+    """A long vector meets a hidden eigenvector less: more products than rows that are left."""
     n = 200_000
     values = torch.zeros(n)
-    values[:60] = torch.linspace(-1.3, 1.3, 60)  # so that eight rows do not do
+    values[:60] = torch.linspace(-1.3, 1.3, 60)  # so that eight products do not do
     values[60:65] = torch.tensor([3.0, -2.8, 2.5, 2.2, -2.0])
     pairs = lanczos(diagonal(values), 5, tol=1e-2, room=Room(rows=24))
     assert pairs.complete
