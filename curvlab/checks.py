@@ -1,15 +1,40 @@
 """Checks of numbers that a user gives, by the names of their arguments."""
 
-from numbers import Integral, Real
+import operator
+from numbers import Real
+from typing import SupportsIndex
+
+SEEDS = 2**40  # solvers make several seeds of one, which torch takes up to 2**63
 
 
-def whole(least: int = 1, /, **given: int) -> None:
-    """Raise unless all numbers are whole and at least ``least``: ``whole(size=size)``."""
+def integers(**given: SupportsIndex) -> list[int]:
+    """The numbers as ``int``: NumPy's and torch's count as well. Raise if one is not whole."""
+    found = []
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"{name}= is a whole number; got {value!r}")
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            found.append(operator.index(value))
+        except TypeError:
+            raise TypeError(f"{name}= is a whole number; got {value!r}") from None
+    return found
+
+
+def whole(least: int = 1, /, **given: SupportsIndex) -> list[int]:
+    """The same, all at least ``least``: ``size, count = whole(size=size, count=count)``."""
+    found = integers(**given)
+    for name, value in zip(given, found, strict=True):
         if value < least:
             raise ValueError(f"{name}= must be at least {least}; got {value}")
+    return found
+
+
+def seeded(seed: SupportsIndex) -> int:
+    """The seed of a solver's random vectors as ``int``."""
+    [number] = integers(seed=seed)
+    if not 0 <= number < SEEDS:
+        raise ValueError(f"seed= is a whole number, 0 <= seed < 2**40; got {number}")
+    return number
 
 
 def flag(**given: bool) -> None:

@@ -224,19 +224,23 @@ TWICE = -2.0  # times which a vector is rounded everywhere as before
 RAGGED = 10.0  # times the rounding measured once that rounding may reach elsewhere
 PIECE = 1 << 15  # elements taken to float64 at a time: they stay in the cache
 FAR = 400  # binary exponent of a number whose squares, summed, may not be a float64
+# The same for each dtype, and what is nearest to the end of its range; in float32 squares are
+# summed in float64 as well, but of smaller numbers the smallest elements lose their digits.
+FARTHEST = {torch.float64: (FAR, 1000), torch.float32: (100, 120)}
 
 
 def far_exponent(tensor: Tensor, space: Space | None = None) -> int:
-    """The binary exponent of the largest element, if its squares leave float64; else 0.
+    """The binary exponent of the largest element, if it is near an end of the range; else 0.
 
     Of a vector of which ``tensor`` is a part, if it lives in a ``space``.
     """
-    if tensor.dtype != torch.float64 or not tensor.numel():
+    if tensor.dtype not in FARTHEST or not tensor.numel():
         return 0
+    far, most = FARTHEST[tensor.dtype]
     found = tensor.abs().max()
     largest = float(found if space is None else space.largest(found))
     exponent = math.frexp(largest)[1] if math.isfinite(largest) else 0
-    return max(-1000, min(1000, exponent)) if abs(exponent) > FAR else 0
+    return max(-most, min(most, exponent)) if abs(exponent) > far else 0
 
 
 def brought_near(tensor: Tensor, exponent: int) -> Tensor:

@@ -247,10 +247,11 @@ def _reader(
     return read
 
 
-def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
+def write_atomically(path: str | Path, write: Callable[[str], object] | None) -> None:
     """Call ``write(temporary_path)``, then rename the result over ``path``; all or nothing.
 
-    A symbolic link stays one: what it points to is written.
+    A symbolic link stays one: what it points to is written. Without ``write`` nothing is, and what
+    would stand in its way is raised: before the work whose result it is to be.
     """
     path = Path(os.path.realpath(path))
     present, is_file = _seen(path)
@@ -265,6 +266,8 @@ def write_atomically(path: str | Path, write: Callable[[str], object]) -> None:
             try:
                 if not _lock(held):  # held until it is complete, so that nobody else removes it
                     held.close()
+                if write is None:
+                    return
                 write(str(temporary))
                 with temporary.open("rb") as file:
                     os.fsync(file.fileno())

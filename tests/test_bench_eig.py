@@ -17,14 +17,14 @@ from benchmarks.networks import SMALL
 from benchmarks.spectra import outliers
 from curvlab.bench import leaderboard, solvers
 from curvlab.bench.contest import Contest, Timing, contest, enter
-from curvlab.bench.gate import judged, wanted
+from curvlab.bench.gate import DENSE, judged, wanted
 from curvlab.bench.peers import kept_graph
 from curvlab.bench.problem import Problem, of_model
 from curvlab.bench.solvers import Contender, Counted
 from curvlab.bench.timing import Threads
 from curvlab.cli import main
 from curvlab.eigen import lanczos
-from curvlab.operators import Dense, GaussNewton, Hessian
+from curvlab.operators import Dense, FromFunction, GaussNewton, Hessian
 
 TIMING, ONE = Timing(1), [Threads(1, 1)]
 USER = """
@@ -162,6 +162,29 @@ def test_the_wanted_values_of_a_small_operator_come_from_the_dense_matrix():
     found, way = wanted(Problem("small", lambda: operator, operator), 5, 1e-3)
     assert float((found - exact).abs().max()) <= 1e-12
     assert "dense" in way
+
+
+def test_the_wanted_values_are_as_near_as_precision_allows_or_refused():
+    """Rounding of the largest value is long beside the others, as in a ViT's Hessian."""
+    n = DENSE + 100
+    values = torch.linspace(-0.5, 0.5, n)
+    values[:6] = torch.tensor([300.0, 2.0, 1.8, 1.6, 1.4, -1.3])
+    mirror = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    mirror /= mirror.norm()
+
+    def turned(vector):
+        return vector - 2.0 * (vector @ mirror)[..., None] * mirror
+
+    def product(vector):
+        return turned(turned(vector) * values)
+
+    operator = FromFunction(product, n, dtype=torch.float32)
+    problem = Problem("rounded", lambda: operator, operator)
+    found, way = wanted(problem, 6, 1e-3)
+    assert "precision" in way
+    assert ((found - values[:6]).abs() <= 1e-3 * values[:6].abs()).all()
+    with pytest.raises(ValueError, match=r"a 30th of the tolerance.*precision"):
+        wanted(problem, 6, 1e-4)
 
 
 def test_a_block_of_columns_is_one_product_and_counts_as_its_columns():

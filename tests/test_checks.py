@@ -4,17 +4,19 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
-from curvlab.checks import inside, whole
-
-
-@pytest.mark.parametrize("number", [1, 7, np.int64(3)])
-def test_whole_numbers_are_taken(number):
-    whole(size=number)
-    whole(0, size=0)
+from curvlab.checks import inside, seeded, whole
 
 
-@pytest.mark.parametrize("number", [0, -1, 1.0, 2.5, True, "3", None, math.nan])
+@pytest.mark.parametrize("number", [1, 7, np.int64(3), np.uint8(3), torch.tensor(3)])
+def test_whole_numbers_are_taken_as_ints(number):
+    found = [*whole(size=number), *whole(0, size=number, more=0), seeded(number)]
+    assert found == [int(number), int(number), 0, int(number)]
+    assert all(type(one) is int for one in found)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.0, 2.5, True, np.True_, "3", None, math.nan])
 def test_other_numbers_are_refused_by_the_name_of_their_argument(number):
     with pytest.raises((TypeError, ValueError), match=r"^size= "):
         whole(fine=5, size=number)

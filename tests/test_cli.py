@@ -150,10 +150,22 @@ def test_a_language_model_and_a_resnet_that_nobody_here_wrote(run):
 
 
 def test_not_converged_is_exit_code_one_with_the_reason(run):
-    code, _, err = run("eig", "--model", "curvlab.nets:mlp", "--data", "curvlab.cli.demo:digits",
-                       "--k", 6, "--tol", 1e-4, "--max-products", 9)  # fmt: skip
+    for most in (5, 9):
+        code, out, err = run("eig", "--model", "curvlab.nets:mlp", "--json", "--overwrite",
+                             "--data", "curvlab.cli.demo:digits",
+                             "--k", 6, "--tol", 1e-4, "--max-products", most)  # fmt: skip
+        assert code == 1
+        assert json.loads(out)["products"] == most
+        assert "not all pairs converged: max_products ran out" in err
+    assert run("eig", *NET, "--max-products", 1)[0] == 2
+
+
+def test_layers_that_did_not_converge_are_named_with_the_reason(run):
+    code, out, err = run("layers", *NET, "--k", 10000, "--tol", 1e-7)
     assert code == 1
-    assert "not all pairs converged: the budget of 9 products is exhausted" in err
+    assert "not converged" in out
+    assert "0: not all pairs converged: the tolerance is below the operator's precision" in err
+    assert run("layers", *NET, "--k", 2)[::2] == (0, "")
 
 
 def test_weights_come_from_safetensors_and_pickles_are_refused_with_the_cure(run, place):

@@ -166,6 +166,18 @@ def test_ctrl_c_in_a_density_keeps_the_finished_vectors(place):
     assert json.loads(done.stdout)["products"] >= 48
 
 
+def test_a_terminal_shows_what_is_being_profiled(place):
+    words = ["profile", *EIG[1:5], "--rounds", "1", "--rows", "2"]
+    terminal, process = in_terminal(place, words)
+    try:
+        text = read_until(terminal, process, "protecting a step of AdamW()")
+    finally:
+        stop(terminal, process)
+    seen = re.findall(r"(\d+) of (\d+) measured (\w+)", text)
+    assert [int(done) for done, *_ in seen] == list(range(int(seen[0][1])))
+    assert {what for *_, what in seen} >= {"the", "product", "projection", "layer", "Kronecker"}
+
+
 # What a value of each option may look like: right ones, and what people type.
 VALUES = {
     "--k": st.integers(1, 500).map(str),

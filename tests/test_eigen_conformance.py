@@ -209,7 +209,7 @@ def test_looking_at_the_coefficients_rarely_gives_the_same_pairs():
     def looking(values, k, tol, stride):
         products = Products(Diagonal(values), None)
         asked = replace(request(products, k, tol=tol), stride=stride)
-        return run(products, asked, start=None, keeping=None, progress=False, method="lanczos")
+        return run(products, asked, vectors=None, keeping=None, progress=False, method="lanczos")
 
     rarely = looking(values, 6, 1e-6, 5)
     low_rank = looking(SPECTRA["low rank"], 8, 1e-3, 4)

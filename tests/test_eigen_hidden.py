@@ -5,13 +5,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from curvlab.eigen import lanczos
+from curvlab.eigen import Certify, lanczos
+from curvlab.eigen.certifying import Account
 from curvlab.eigen.hidden import Chain, tilted
 from curvlab.eigen.products import Products
 from curvlab.eigen.request import request
 from curvlab.eigen.ritz import Ritz
 from curvlab.eigen.selection import Edge
 from curvlab.eigen.solver import Solver
+from curvlab.eigen.starting import start
 from curvlab.operators import Dense
 from curvlab.probe import Certificate
 from tests.test_eigen_conformance import Diagonal
@@ -30,9 +32,9 @@ def searched(matrix: torch.Tensor, steps: int, k: int, block: int = 1) -> tuple[
     products = Products(Dense(matrix), None)
     certificate: Certificate = products.probe(0)
     solver = Solver(products, request(products, k, block=block, which="LM"), certificate)
-    solver.start(None)
+    start(solver, None)
     for _ in range(steps):
-        solver._expand()
+        solver.expand()
     solver.krylov.settle()
     solver.krylov.set_aside()
     return solver, solver.ritz()
@@ -153,21 +155,82 @@ def test_a_wanted_value_of_zero_is_a_boundary_as_any_other(relative_to, which, d
     values = torch.zeros(500, dtype=dtype)
     values[:2], values[7] = torch.tensor([10.0, 5.0]), 2.4
     units = torch.eye(500, dtype=dtype)[[0, 1, 9]]
-    for start in (units, units.sum(0)):
+    for given in (units, units.sum(0)):
         for hidden in (2.4, 0.4, 0.04):
             values[7] = hidden
             pairs = lanczos(Diagonal(values, dtype), 3, which=which, relative_to=relative_to,
-                            v0=start, dense=False)  # fmt: skip
+                            v0=given, dense=False)  # fmt: skip
             assert pairs.complete
             assert abs(float(pairs.values[2]) - hidden) <= float(pairs.tolerances[2]) + pairs.floor
 
 
 @pytest.mark.parametrize("relative_to", ["value", "norm"])
 @pytest.mark.parametrize("rank", [0, 1, 5])
-def test_zeros_among_the_wanted_cost_no_more_than_their_number(rank, relative_to):
+def test_zeros_among_the_wanted_are_found_and_shown_by_a_few_short_chains(rank, relative_to):
+    """Each closes on the rounding of its product and shows little; 27 products were seen."""
     values = torch.zeros(400, dtype=torch.float64)
     values[:rank] = torch.arange(rank, 0.0, -1.0)
     for matrix in (symmetric(values, rank), symmetric(values, rank).float()):
         pairs = lanczos(matrix, 10, relative_to=relative_to, dense=False)
         assert pairs.complete
-        assert pairs.matvecs <= 12
+        assert pairs.matvecs <= 30
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_wanted_values_at_both_ends_take_one_chain_where_few_ritz_vectors_tilt_it_enough(seed):
+    """The bulk of a network's Hessian, and wanted values on either side of it."""
+    n = 4000
+    angles = torch.linspace(0.0, torch.pi, n - 20, dtype=torch.float64)
+    outside = torch.linspace(1.3, 3.0, 10, dtype=torch.float64)
+    values = torch.cat([outside, -outside - 0.01, torch.cos(angles)])
+    costs = {}
+    for which, k in (("LM", 20), ("LA", 10)):
+        found, plain = (
+            lanczos(Diagonal(values), k, which=which, seed=seed, certify=certify, progress=False)
+            for certify in (True, False)
+        )
+        assert found.complete
+        costs[which] = found.matvecs - plain.matvecs
+    assert costs["LM"] < 1.5 * costs["LA"], costs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_chain_that_closes_on_rounding_does_not_hide_values_of_a_few_roundings(seed, dtype):
+    """The products of a random vector are as short as what counts as rounding of a long one."""
+    n, small = 20_000, 1700 * torch.finfo(dtype).eps
+    values = torch.zeros(n, dtype=dtype)
+    values[:3] = torch.tensor([1.0, small, small / 2])
+    given = torch.eye(n, dtype=dtype)[[0, 2]]  # lacks the second
+    pairs = lanczos(Diagonal(values, dtype), 2, v0=given, seed=seed, dense=False)
+    assert not pairs.complete or abs(float(pairs.values[1]) - small) <= 1e-3 * small + pairs.floor
+
+
+def test_values_at_two_edges_are_missed_no_more_often_than_the_doubt_says():
+    """A chain for one edge that sees something beyond the other leaves that to another chain."""
+    missed = 0
+    for seed in range(400):
+        spread = torch.rand(60, generator=torch.Generator().manual_seed(seed)).double()
+        values = 0.97 * (2.0 * spread - 1.0)
+        values[:4] = torch.tensor([3.0, -2.0, 1.0, -1.0105])
+        given = torch.eye(60, dtype=torch.float64)[[0, 1, 2]]  # lacks the last
+        pairs = lanczos(Diagonal(values, torch.float64), 3, tol=0.01, v0=given, seed=seed,
+                        dense=False, certify=Certify(doubt=0.1, products=2000),
+                        max_products=20000)  # fmt: skip
+        missed += pairs.complete and float(pairs.values[2]) > 0.0
+    assert missed <= 0.1 * 400 + 3.0 * (0.1 * 0.9 * 400) ** 0.5
+
+
+def test_doubts_of_chains_that_closed_are_those_of_a_product_of_uniform_numbers():
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.rand(100_000, 3, generator=generator, dtype=torch.float64)
+    for doubts in ((0.1, 0.3), (0.02, 0.2, 0.05)):
+        account = Account()
+        for doubt in doubts[:-1]:
+            account.close(doubt)
+        account.enter(doubts[-1])
+        before = len(doubts) - 1
+        share = 0.1 / (before * (before + 1))
+        product = torch.tensor(doubts).prod()
+        chance = float((numbers[:, : len(doubts)].prod(1) <= product).double().mean())
+        assert account.doubt == pytest.approx(min(1.0, chance / share), rel=0.05)

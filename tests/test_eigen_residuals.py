@@ -4,6 +4,10 @@ The true one is that of the vector as it is returned, with the matrix's own entr
 sees none of the roundings that are asked about.
 """
 
+import math
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -54,6 +58,52 @@ def test_the_roundings_of_sums_that_grow_evenly_are_in_the_residuals(n):
         assert (shares(pairs, matrix) <= 1.0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [137, 1000])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        partial(lanczos, dense=False),
+        partial(lanczos, dense=False, certify=Certify(explicit=True)),
+        block_lanczos,
+        power_iteration,
+    ],
+)
+def test_terms_that_are_all_equal_and_round_alike_are_in_the_residuals_of_a_matrix(
+    solver, n, dtype
+):
+    matrix = torch.ones(n, n, dtype=dtype) / n
+    start = {} if solver is power_iteration else {"v0": torch.ones(n)}
+    pairs = solver(matrix, 1, **start)
+    vector = pairs.vectors[0].double()
+    image = math.fsum(vector.tolist()) * float(matrix[0, 0])  # the same in every place, and exact
+    true = torch.linalg.vector_norm(image - pairs.values[0] * vector)
+    assert pairs.converged.all()
+    assert float(true) <= float(pairs.residuals[0])
+
+
+def test_a_matrix_has_the_residuals_of_its_entries_in_float64():
+    """Of more vectors than are taken at once."""
+    matrix = rotated(0.95 ** torch.arange(N, dtype=torch.float64)).float()
+    pairs = lanczos(matrix, 40, tol=1e-4, dense=False, certify=False)
+    rest = shares(pairs, matrix) * pairs.residuals - pairs.residuals
+    assert pairs.converged.all()
+    assert (rest.abs() < 1e-14).all()
+
+
+def test_a_matrix_far_from_one_that_is_deflated_has_residuals_of_its_own_size():
+    matrix, scale = rotated(0.95 ** torch.arange(N, dtype=torch.float64)), 2.0**900
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(N, 2, generator=generator, dtype=torch.float64)
+    deflated = torch.linalg.qr(rows).Q.T
+    pairs = lanczos(matrix * scale, 20, tol=1e-4, deflate=deflated, dense=False, certify=False)
+    near = replace(pairs, values=pairs.values / scale, residuals=pairs.residuals / scale)
+    share = shares(near, matrix, deflated)
+    assert pairs.converged.all()
+    assert (share <= 1.0).all()
+    assert float(share.max()) > 0.99
+
+
 @pytest.mark.parametrize("certify", [True, Certify(explicit=True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_vectors_that_are_rounded_to_be_returned_have_the_residuals_of_rounded_vectors(
@@ -91,12 +141,12 @@ def test_the_rounding_of_products_below_the_normal_numbers_is_known():
         generator = torch.Generator().manual_seed(seed)
         vector = torch.randn(20, generator=generator)
         vector /= vector.norm()
-        products = Products(Dense(matrix), None)
+        products = Products(Dense(matrix), None, near_one=True)
         products.probe(seed)
         image = torch.empty_like(vector)
         products.into(vector, image)
-        exact = vector.double() @ products.operator.matrix.double()
-        assert float((image - exact).norm()) <= products.rounding(1e-40)
+        exact = vector.double() @ products.operator.matrix.double() / products.unit
+        assert float((image - exact).norm()) <= products.rounding(1e-40 / products.unit)
 
 
 @pytest.mark.parametrize("stop", ["residual", "value"])
@@ -123,3 +173,21 @@ def test_a_probe_in_few_dimensions_that_shows_no_rounding_was_lucky(dtype):
         matrix = torch.triu(matrix) + torch.triu(matrix, 1).T
         pairs = lanczos(product_with(matrix), n, tol=1e-6, dense=False, seed=seed)
         assert (shares(pairs, matrix) <= 1.0).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_that_were_set_aside_and_brought_back_leave_the_deflated_directions_out(seed):
+    """Few distinct eigenvalues: a chain closes on short remainders, again and again."""
+    generator = torch.Generator().manual_seed(seed)
+    distinct = torch.randn(4, generator=generator, dtype=torch.float64)
+    values = distinct[torch.randint(0, 4, (60,), generator=generator)]
+    vectors = torch.linalg.qr(torch.randn(60, 60, generator=generator, dtype=torch.float64)).Q
+    matrix = (vectors * values) @ vectors.T
+    matrix = (matrix + matrix.T) / 2
+    deflated = torch.linalg.qr(torch.randn(60, 3, generator=generator, dtype=torch.float64)).Q.T
+    operator = FromFunction(lambda v: v @ matrix, 60, dtype=torch.float64)
+    pairs = lanczos(operator, 8, deflate=deflated.contiguous(), tol=1e-9, seed=seed, dense=False)
+    assert pairs.complete
+    assert float(shares(pairs, matrix, deflated).max()) <= 1.0
+    assert float((pairs.vectors @ deflated.T).abs().max()) < 1e-14
+    assert pairs.norm <= float(values.abs().max()) * (1.0 + 1e-12)

@@ -26,6 +26,7 @@ from curvlab.eigen import (
 )
 from curvlab.nets import mlp
 from curvlab.operators import Dense
+from curvlab.storage import StorageError
 
 # Every computation that has a file, small: its products are counted in the tests below.
 COMPUTATIONS = {
@@ -121,6 +122,17 @@ def test_stopped_at_any_product_and_resumed_it_ends_with_the_same_bits(compute, 
         again = Stopping(matrix())
         assert same(compute(again, checkpoint=file), wanted), at
         assert again.products <= straight.products + 1  # one product tells whose file it is
+
+
+@stopped
+def test_a_file_that_cannot_be_written_is_refused_at_the_start(compute, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    operator = Stopping(matrix())
+    with pytest.raises(StorageError, match="could not write"):
+        compute(operator, checkpoint=tmp_path / "file" / "state")
+    assert operator.products <= 4  # the probe's
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+    compute(operator, checkpoint=tmp_path / "new" / "folder" / "state")  # this one is made
 
 
 @stopped

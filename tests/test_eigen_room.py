@@ -13,11 +13,13 @@ from curvlab.eigen.products import Products
 from curvlab.eigen.request import check_start, request
 from curvlab.eigen.room import ASIDE, PASSING, result_vectors, solve_bytes
 from curvlab.eigen.solver import Solver
+from curvlab.eigen.starting import start
 from curvlab.operators import FromFunction
 from curvlab.operators.products.sizing import LiveBytes
 from curvlab.rows import MappedFile
 from curvlab.rows.sizes import row_bytes
 from curvlab.storage import load_tensors
+from tests.dense_truth import rotated
 
 N = 600
 VALUES = torch.cat([torch.tensor([9.0, 7.0, 7.0, -6.0, 4.0]), torch.linspace(-1, 1, N - 5)])
@@ -33,7 +35,7 @@ def test_rows_are_all_rows_certification_included(rows, certify):
     products = Products(diagonal(), None)
     asked = request(products, 4, room=Room(rows=rows), certify=certify)
     solver = Solver(products, asked, products.probe(0))
-    solver.start(None)
+    start(solver, None)
     most = 0
     while solver.outcome is None:
         solver.step()
@@ -61,7 +63,7 @@ def test_a_search_may_fill_every_row_that_there_is(certify):
     values = torch.linspace(1, 2, 5000, dtype=torch.float64)
     products = Products(diagonal(values), None)
     solver = Solver(products, request(products, 4, room=Room(rows=20), certify=certify), None)
-    solver.start(None)
+    start(solver, None)
     while not solver.krylov.restarts:
         before = solver.krylov.size
         solver.step()
@@ -95,7 +97,7 @@ def test_the_last_check_and_the_result_take_what_was_planned(certify, dtype, k, 
     products = Products(diagonal(values.to(dtype)), None)
     room, tol = Room(rows=k + 12, file=tmp_path / "rows"), 0.1 if dtype == torch.bfloat16 else 1e-3
     solver = Solver(products, request(products, k, tol=tol, room=room, certify=certify), None)
-    solver.start(None)
+    start(solver, None)
     while solver.outcome is None:
         solver.step()
     made, vector = products.count, row_bytes(n, products.dtype)
@@ -113,7 +115,7 @@ def test_a_checkpoint_is_written_without_a_copy_of_the_rows(tmp_path):
     n = 100_001  # rows are padded: there are gaps between them
     products = Products(diagonal(torch.linspace(0, 1, n)), None)
     solver = Solver(products, request(products, 3), None)
-    solver.start(None)
+    start(solver, None)
     for _ in range(8):
         solver.step()
     with LiveBytes() as live:
@@ -147,7 +149,7 @@ def test_a_file_takes_rows_to_a_disk_and_keeps_what_it_held(tmp_path):
     products = Products(diagonal(), None)
     solver = Solver(products, request(products, 4, room=Room(file=named)), products.probe(0))
     assert isinstance(solver.krylov.rows.tier, MappedFile)
-    solver.start(None)
+    start(solver, None)
     while solver.outcome is None:
         solver.step()
     assert solver.krylov.rows.whole is not None  # computed on where it is mapped, in one piece
@@ -198,13 +200,13 @@ def test_rows_that_hold_a_tiny_space_are_enough_for_it(certify):
 def test_a_warm_start_holds_no_copy_of_its_rows():
     n, k = 1_000_000, 20
     products = Products(diagonal(torch.linspace(0, 1, n)), None)
-    start = torch.randn(k, n, generator=torch.Generator().manual_seed(0))
+    given = torch.randn(k, n, generator=torch.Generator().manual_seed(0))
     solver = Solver(products, request(products, k), None)
     with LiveBytes() as live:
-        solver.start(check_start(start, products))
+        start(solver, check_start(given, products))
     assert solver.krylov.size == k
     # the vectors in the making, and what a few columns of all rows take in float64
-    assert live.peak <= 4 * start[0].nbytes + 8 * (1 << 20)
+    assert live.peak <= 4 * given[0].nbytes + 8 * (1 << 20)
 
 
 POWER_LAW = 3 * torch.arange(1, 401).double() ** -0.4  # small gaps: a chain needs many steps
@@ -215,15 +217,15 @@ def test_a_chain_that_fills_its_rows_goes_on_without_the_older_ones(rows):
     usual = lanczos(diagonal(POWER_LAW), 5, tol=1e-3, dense=False)
     products = Products(diagonal(POWER_LAW), None)
     solver = Solver(products, request(products, 5, room=Room(rows=rows)), products.probe(0))
-    solver.start(None)
+    start(solver, None)
     gone = 0
     while solver.outcome is None:
         solver.step()
-        gone = max(gone, 0 if solver.chain is None else solver.chain.gone)
+        gone = max(gone, 0 if solver.proof.chain is None else solver.proof.chain.gone)
     assert gone > 0
     assert solver.draws == 2  # the start, and one chain
     assert solver.outcome is Outcome.CONVERGED
-    assert solver.doubt <= 1e-3
+    assert solver.proof.doubt <= 1e-3
     assert products.count <= 1.5 * usual.matvecs
     assert torch.allclose(solver.ritz().values[:5], POWER_LAW[:5], rtol=1e-3)
 
@@ -234,12 +236,12 @@ def test_a_chain_without_its_older_rows_has_the_recurrence_of_one_with_all():
     for slides in (True, False):
         products = Products(diagonal(POWER_LAW), None)
         solver = Solver(products, request(products, 5), products.probe(0))
-        solver.start(None)
-        while solver.chain is None:
+        start(solver, None)
+        while solver.proof.chain is None:
             solver.step()
-        chain, krylov = solver.chain, solver.krylov
+        chain, krylov = solver.proof.chain, solver.krylov
         while len(chain) < 12:
-            solver._expand()
+            solver.expand()
             krylov.settle()
             chain.read(krylov)
             if slides and len(chain) > 1:
@@ -249,25 +251,34 @@ def test_a_chain_without_its_older_rows_has_the_recurrence_of_one_with_all():
     assert torch.allclose(*chains, rtol=1e-9)
 
 
-def test_what_a_chain_finds_without_its_older_rows_is_searched_for():
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("side", [1, -1])
+def test_what_a_chain_finds_without_its_older_rows_comes_into_sight_with_the_next_product(
+    side, seed
+):
     """Near the last wanted value, where a chain sees a copy only after many products."""
     values = POWER_LAW.clone()
-    values[5] = values[4] * 1.02  # a start vector without it leaves it to the chain
+    values[5] = values[4] * 1.003  # a start vector without it leaves it to the chain
     values[6:] *= 0.9
-    start = torch.rand(1, len(values), dtype=torch.float64)
-    start[0, 5] = 0.0
+    values *= side
+    given = torch.rand(1, len(values), generator=torch.Generator().manual_seed(seed)).double()
+    given[0, 5] = 0.0
     products = Products(diagonal(values), None)
     solver = Solver(products, request(products, 5, room=Room(rows=14)), products.probe(0))
-    solver.start(start)
-    found_after = []
+    start(solver, given)
+    sights = 0
     while solver.outcome is None:
-        chain, finds = solver.chain, solver.finds
+        chain, finds = solver.proof.chain, solver.proof.finds
+        edge = None if chain is None else next(iter(chain.edges.values()))
         solver.step()
-        if solver.finds > finds:
-            found_after.append(chain.gone)
-    assert max(found_after) > 0
+        if solver.proof.finds > finds and chain.gone > 0:
+            solver.step()
+            beyond = edge.side * (solver.ritz().values - edge.point) > 0.0
+            assert int(beyond.sum()) == 5  # four of the wanted, and what was found
+            sights += 1
+    assert sights > 0
     assert solver.outcome is Outcome.CONVERGED
-    wanted = values.sort(descending=True).values[:5]
+    wanted = values[values.abs().argsort(descending=True)[:5]]
     assert torch.allclose(solver.ritz().values[:5], wanted, rtol=1e-3)
 
 
@@ -284,13 +295,32 @@ def test_copies_are_missed_in_chains_of_few_rows_no_more_often_than_the_doubt_sa
     assert missed <= 0.05 * 60
 
 
+@pytest.mark.parametrize("rows", [11, 12])
+def test_a_value_just_beyond_the_edge_is_missed_no_more_often_than_the_doubt_says(rows):
+    """From the least rows on; the start does not meet it, and chains find it again and again."""
+    missed = complete = 0
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        values = 0.9 * torch.rand(60, generator=generator, dtype=torch.float64)
+        values[:3] = torch.tensor([3.0, 1.0022, 1.0])
+        matrix = rotated(values, seed=seed)
+        given = torch.linalg.eigh(matrix).eigenvectors.T[[-1, -3]]
+        pairs = lanczos(matrix, 2, which="LA", dense=False, seed=seed, v0=given,
+                        room=Room(rows=rows),
+                        certify=Certify(doubt=0.1, products=2000), max_products=20000)  # fmt: skip
+        complete += pairs.complete
+        missed += pairs.complete and float(pairs.values[1]) < 1.0011
+    assert complete == 200
+    assert missed <= 0.1 * 200 + 3.0 * (0.1 * 0.9 * 200) ** 0.5
+
+
 @pytest.mark.parametrize("rows", [12, 16])
 def test_a_chain_without_room_for_what_it_would_bring_back_is_not_begun(rows):
     """Chains that find something leave more frontier rows than there is room for beside one."""
     products = Products(diagonal(torch.ones(N)), None)
     solver = Solver(products, request(products, 1, room=Room(rows=rows)), products.probe(0))
-    solver.start(None)
-    while solver._add_random() and solver.krylov.size < rows - 1:
+    start(solver, None)
+    while solver.add_random() and solver.krylov.size < rows - 1:
         pass
     while solver.outcome is None:
         solver.step()

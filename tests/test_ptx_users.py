@@ -245,19 +245,6 @@ def waiting_kernel(flag):
         pass
 
 
-@triton.jit
-def bytes_kernel(a, b, out, M, N, K, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    total = tl.zeros((BLOCK, BLOCK), tl.int32)
-    for start in range(0, K, BLOCK):
-        row, column = start + tl.arange(0, BLOCK)[:, None], start + tl.arange(0, BLOCK)[None, :]
-        left = tl.load(a + i * K + column, mask=(i < M) & (column < K), other=0)
-        right = tl.load(b + row * N + j, mask=(row < K) & (j < N), other=0)
-        total = tl.dot(left, right, total)
-    tl.store(out + i * N + j, total, mask=(i < M) & (j < N))
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_as_users_write_them_are_right(architecture):
     def near(actual, exact):
@@ -286,10 +273,24 @@ def test_kernels_as_users_write_them_are_right(architecture):
     assert torch.equal(counts.long(), torch.bincount(x, minlength=16))
 
 
+@triton.jit
+def product_kernel(a, b, out, M, N, K, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Loads of the next tiles are under way while these are multiplied."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((BLOCK, BLOCK), TYPE)
+    for start in range(0, K, BLOCK):
+        row, column = start + tl.arange(0, BLOCK)[:, None], start + tl.arange(0, BLOCK)[None, :]
+        left = tl.load(a + i * K + column, mask=(i < M) & (column < K), other=0.0)
+        right = tl.load(b + row * N + j, mask=(row < K) & (j < N), other=0.0)
+        total = tl.dot(left, right, total)
+    tl.store(out + i * N + j, total, mask=(i < M) & (j < N))
+
+
 def test_products_of_bytes_are_exact():
     a, b = (torch.randint(-128, 128, shape, dtype=torch.int8) for shape in ((40, 100), (100, 50)))
     out = torch.empty(40, 50, dtype=torch.int32)
-    execute(bytes_kernel, (2, 2), a, b, out, 40, 50, 100, BLOCK=32)
+    execute(product_kernel, (2, 2), a, b, out, 40, 50, 100, TYPE=tl.int32, BLOCK=32)
     assert torch.equal(out.long(), a.long() @ b.long())
 
 
@@ -304,20 +305,6 @@ def test_instructions_of_newer_tensor_cores_are_refused_by_name():
         execute(matrix_kernel, (1,), a, a, torch.empty(64, 64), BLOCK=64, architecture=90)
 
 
-@triton.jit
-def product_kernel(a, b, out, M, N, K, BLOCK: tl.constexpr):
-    """Loads of the next tiles are under way while these are multiplied."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for start in range(0, K, BLOCK):
-        row, column = start + tl.arange(0, BLOCK)[:, None], start + tl.arange(0, BLOCK)[None, :]
-        left = tl.load(a + i * K + column, mask=(i < M) & (column < K), other=0.0)
-        right = tl.load(b + row * N + j, mask=(row < K) & (j < N), other=0.0)
-        total = tl.dot(left, right, total)
-    tl.store(out + i * N + j, total, mask=(i < M) & (j < N))
-
-
 # What each type keeps of a product: float32 goes through tf32, cut to ten bits and one before them.
 PRODUCTS = {torch.float16: 1e-6, torch.bfloat16: 1e-6, torch.float8_e5m2: 1e-6, torch.float32: 3e-3}
 
@@ -327,7 +314,8 @@ PRODUCTS = {torch.float16: 1e-6, torch.bfloat16: 1e-6, torch.float8_e5m2: 1e-6, 
 def test_a_product_of_matrices_is_right_on_the_oldest_tensor_cores(dtype, stages):
     a, b = (random(*shape, dtype=dtype) for shape in ((40, 100), (100, 50)))
     out = torch.empty(40, 50)
-    execute(product_kernel, (2, 2), a, b, out, 40, 50, 100, BLOCK=32, num_stages=stages)
+    sizes = {"TYPE": tl.float32, "BLOCK": 32, "num_stages": stages}
+    execute(product_kernel, (2, 2), a, b, out, 40, 50, 100, **sizes)
     exact = a.double() @ b.double()
     size = a.double().norm(dim=1)[:, None] * b.double().norm(dim=0)
     assert ((out.double() - exact).abs() / size).max() <= PRODUCTS[dtype]

@@ -25,7 +25,10 @@ def eig(parser: ArgumentParser) -> None:
     )
     _search(parser)
     parser.add_argument(
-        "--max-products", type=whole(1), metavar="N", help="most products (no limit)"
+        "--max-products",
+        type=whole(2),
+        metavar="N",
+        help="most products in one run (1000, or 50 for each pair)",
     )
     parser.add_argument("--deflate", metavar="FILE", help="leave out a saved basis or eigenpairs")
     _output(parser, "eig.safetensors")

@@ -18,6 +18,7 @@ from curvlab.batches import freeze, rows, sample_count
 from curvlab.bench.timing import seconds_of
 from curvlab.cli.load import CURVATURES, case
 from curvlab.cli.output import emit, say, table
+from curvlab.eigen.progress import Progress
 from curvlab.layerwise import LayerBases, Side, layer_bases
 from curvlab.operators import Curvature
 from curvlab.parameters import layout_of, parameter_vector, select_parameters
@@ -27,6 +28,11 @@ from curvlab.protection import LayerProtection, protect
 log = logging.getLogger("curvlab")
 
 STEPS = 20  # after which a leak is measured
+ENGINES = ("mlp", "retained", "rebuilt", "linearised")
+STORED = (torch.float32, torch.float16, torch.int8)  # rows that are projected
+GUARDED = (torch.float32, torch.int8)  # rows that an optimizer's steps are held to
+SIDES: tuple[tuple[Side, str], ...] = (("inputs", "layer bases"), ("both", "Kronecker bases"))
+MEASURED = 1 + len(ENGINES) + len(STORED) + len(GUARDED) + len(SIDES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +61,19 @@ def profile(options: Namespace) -> int:
     some = [rows(batch, slice(0, options.samples or 64)) for batch in batches.pieces(None)[:1]]
     shared: dict[str, Any] = {"precision": options.precision, **given.options}
 
+    line = _Line(options)
+
     def made(engine: Any) -> Curvature:
         return kind(given.model, given.loss, some, engine=engine, **shared)
 
+    line.at("the operator")
     base = made("auto")
     unit = _seconds(base.gradient, options.rounds)
     vector = torch.ones(base.n, dtype=base.dtype, device=base.device)
     results: dict[str, float] = {}
     missing: list[str] = []
-    for engine in ("mlp", "retained", "rebuilt", "linearised"):
+    for engine in ENGINES:
+        line.at(f"product, {engine}")
         try:
             one = made(engine)
         except (ValueError, OperatorError, RuntimeError) as error:
@@ -71,10 +81,11 @@ def profile(options: Namespace) -> int:
             missing.append(engine)
             continue
         results[f"product, {engine}"] = _seconds(partial(one.__matmul__, vector), options.rounds)
-    for dtype in (torch.float32, torch.float16, torch.int8):
+    for dtype in STORED:
+        name = f"projection, {options.rows} rows, {str(dtype).removeprefix('torch.')}"
+        line.at(name)
         memory = _random_basis(base, options.rows, dtype)
         flat = vector.float().clone()
-        name = f"projection, {options.rows} rows, {str(dtype).removeprefix('torch.')}"
         results[name] = _seconds(partial(memory.project_out_, flat), options.rounds)
     count = sample_count(some[0])
     facts: dict[str, Any] = {
@@ -89,7 +100,8 @@ def profile(options: Namespace) -> int:
     head = (
         f"n = {base.n:,}, {count} samples, one gradient {1e3 * unit:.3f} ms; chosen: {base.engine}"
     )
-    protections = list(_protections(options, given.model, given.loss, some, base))
+    protections = list(_protections(options, line, given.model, given.loss, some, base))
+    line.close()
     facts["protections"] = [dataclasses.asdict(one) for one in protections]
     text = f"{head}\n" + table(["what", "ms", "gradients"], lines)
     emit(options, facts, f"{text}\n\n{_compared(protections, unit)}")
@@ -98,24 +110,42 @@ def profile(options: Namespace) -> int:
     return 0
 
 
+class _Line:
+    """What is being measured, on the terminal; nothing is written while a time is taken."""
+
+    def __init__(self, options: Namespace) -> None:
+        self.progress = Progress("profile", options.progress)
+        self.done = 0
+
+    def at(self, name: str) -> None:
+        self.progress.latest = 0.0  # few and far between: each is shown
+        self.progress.update(None, self.done, MEASURED, name, "measured")
+        self.done += 1
+
+    def close(self) -> None:
+        self.progress.close()
+
+
 def _protections(
-    options: Namespace, model: nn.Module, loss: Any, data: Any, base: Curvature
+    options: Namespace, line: _Line, model: nn.Module, loss: Any, data: Any, base: Curvature
 ) -> Iterator[Protected]:
     """Dense rows beside layer bases, each protecting AdamW's steps with the model's gradient."""
     gradient = base.gradient()
     alone = _stepping(model, gradient, options.select, None)[0]
     plain = _seconds(alone, options.rounds)
-    for dtype in (torch.float32, torch.int8):
-        basis = _random_basis(base, options.rows, dtype)
+    for dtype in GUARDED:
         name = f"{options.rows} dense rows, {str(dtype).removeprefix('torch.')}"
+        line.at(name)
+        basis = _random_basis(base, options.rows, dtype)
         yield _protected(name, model, gradient, options, basis, plain)
-    sides: tuple[tuple[Side, str], ...] = (("inputs", "layer bases"), ("both", "Kronecker bases"))
-    for side, name in sides:
+    for side, name in SIDES:
+        line.at(name)
         try:
             bases = layer_bases(
                 model, data, side=side, loss=loss, energy=options.energy, select=options.select
             )
         except (ValueError, TypeError) as error:
+            line.close()
             say(options, f"{name}: {str(error).splitlines()[0]}")
             continue
         full = f"{name}, energy {options.energy:g}"

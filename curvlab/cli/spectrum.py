@@ -38,6 +38,7 @@ def eig(options: Namespace) -> int:
     curvature = operator(options)
     require_free(options, out, "eigenpairs", curvature)
     partial = out.with_name(out.name + ".partial")
+    most = options.max_products
     pairs = (
         _all_above(options, curvature)
         if options.above is not None
@@ -50,7 +51,8 @@ def eig(options: Namespace) -> int:
                 which=options.which,
                 tol=options.tol,
                 seed=options.seed,
-                max_products=options.max_products,
+                # a file takes a product, by which it knows the operator again
+                max_products=None if most is None else most - 1,
                 deflate=deflate,
                 checkpoint=Checkpoint(partial, every=25),
                 progress=options.progress,
@@ -209,7 +211,10 @@ def layers(options: Namespace) -> int:
         {"layers": facts, "products": found.products, "pictures": pictures},
         "\n".join(text),
     )
-    return 0 if all(bool(pairs.converged.all()) for pairs in found.layers.values()) else 1
+    late = {n: pairs for n, pairs in found.layers.items() if not bool(pairs.converged.all())}
+    for name, pairs in late.items():
+        say(options, f"{name}: not all pairs converged: {pairs.reason}", True)
+    return 1 if late else 0
 
 
 def _kept(options: Namespace, partial: Path, compute: Callable[[], Result]) -> Result | None:

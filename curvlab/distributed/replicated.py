@@ -28,6 +28,15 @@ class Replicated(Whole):
         """Whether there is a state to load, which all ranks must see."""
         return seen_by_all(self.group, path)
 
+    def require_writable(self, path: Path) -> None:
+        """Raise on every rank unless rank 0 can write."""
+
+        def attempt() -> None:
+            if self.leads:
+                Whole.require_writable(self, path)
+
+        self.group.together(attempt, f"trying {path}")
+
     def save(
         self,
         path: Path,

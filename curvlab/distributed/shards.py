@@ -20,7 +20,7 @@ from torch import Tensor
 from curvlab.distributed import files
 from curvlab.distributed.group import Group, current
 from curvlab.distributed.watch import RankError
-from curvlab.storage import Pieces
+from curvlab.storage import Pieces, write_atomically
 
 DRAWN = 1 << 16  # random numbers drawn at a time, a multiple of 16
 
@@ -222,6 +222,10 @@ class Shards:
     def exists(self, path: Path) -> bool:
         """Whether every rank sees a saved state; raises if only some do."""
         return files.seen_by_all(self.group, path / files.CURRENT)
+
+    def require_writable(self, path: Path) -> None:
+        """Raise on every rank unless all can write to the folder ``path``."""
+        self.group.together(lambda: write_atomically(path / files.CURRENT, None), f"trying {path}")
 
     def save(
         self,

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-from curvlab.checks import shown, whole
+from curvlab.checks import seeded, shown, whole
 from curvlab.eigen.growing import Growing
 from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.outcome import Outcome
@@ -52,7 +52,7 @@ def eigenpairs_above(
         Interrupted: On Ctrl-C, with the pairs found so far.
     """
     check_choice("which", which, Side)
-    whole(largest=largest)
+    [largest], seed = whole(largest=largest), seeded(seed)
     shown(progress)
     if not math.isfinite(threshold) or (which == "LM" and threshold < 0.0):
         raise ValueError(f"threshold= is a finite number (at least 0 with 'LM'); got {threshold}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from curvlab.checks import shown
+from curvlab.checks import integers, shown
 from curvlab.eigen.products import Deflation, Products
 from curvlab.eigen.request import Certify, Checkpoint, as_checkpoint, check_start, request
 from curvlab.eigen.result import Eigenpairs, RelativeTo
@@ -48,7 +48,8 @@ def block_lanczos(
     """
     shown(progress)
     products = Products(as_operator(operator), deflate, near_one=True)
-    if isinstance(block, bool) or not isinstance(block, int) or not 2 <= block <= products.room:
+    [block] = integers(block=block)
+    if not 2 <= block <= products.room:
         raise ValueError(
             f"block= is a number of vectors between 2 and n = {products.room}; got {block!r}. "
             "For one vector at a time there is lanczos"
@@ -68,4 +69,4 @@ def block_lanczos(
         block=block,
     )
     method = f"block lanczos, {block} vectors at a time"
-    return run(products, asked, start=start, keeping=keeping, progress=progress, method=method)
+    return run(products, asked, vectors=start, keeping=keeping, progress=progress, method=method)

@@ -8,13 +8,14 @@ that a file is not resumed with other options, and what is known of the operator
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlab.eigen.certifying import Account, Proof
 from curvlab.eigen.hidden import Chain
 from curvlab.eigen.identity import require_same
 from curvlab.eigen.outcome import Outcome
@@ -46,17 +47,24 @@ _CHAIN = {
     "gone": COUNT,
 }
 _PLAIN = {
-    **dict.fromkeys(("draws", "finds", "next_look", "sought"), COUNT),
-    "doubts": [FINITE],
-    "converged_at": (None, COUNT),
+    "draws": COUNT,
+    "next_look": COUNT,
     "exhausted": bool,
     "reason": str,
+}
+_ACCOUNT = {"product": FINITE, "closed": COUNT, "again": COUNT, "doubt": FINITE}
+_PROOF = {
+    "chain": (None, _CHAIN),
+    "accounts": [_ACCOUNT],
+    "converged_at": (None, COUNT),
+    "finds": COUNT,
+    "lost": COUNT,
 }
 _STATE = {
     "krylov": _NUMBERS,
     **_PLAIN,
     "outcome": (None, frozenset(Outcome.__members__)),
-    "chain": (None, _CHAIN),
+    "proof": _PROOF,
 }
 _FORM = {
     "asked": dict,
@@ -116,7 +124,9 @@ def state_of(solver: Solver) -> State:
     krylov.settle()
     whole = krylov.rows.whole  # where they are: a copy may be more than the memory has
     held = krylov.rows.rows() if whole is None else whole[0][:, : krylov.rows.width]
-    rows = {"rows": held, "aside": krylov.aside.rows}
+    chain = solver.proof.chain
+    sums = chain is not None and chain.gone > 0
+    rows = {"rows": held, "aside": krylov.aside.rows, "sum": krylov.spare[None][: int(sums)]}
     others = {
         "coupling": krylov.coupling[: krylov.size, : krylov.multiplied],
         "aside coupling": krylov.aside.coupling,
@@ -127,9 +137,16 @@ def state_of(solver: Solver) -> State:
         "krylov": {name: getattr(krylov, name) for name in _NUMBERS},
         **{name: getattr(solver, name) for name in _PLAIN},
         "outcome": None if solver.outcome is None else solver.outcome.name,
-        "chain": None if solver.chain is None else _chain_facts(solver.chain),
+        "proof": _proof_facts(solver.proof),
     }
     return State(rows, others, facts, solver.spent)
+
+
+def _proof_facts(proof: Proof) -> dict[str, Any]:
+    chain = None if proof.chain is None else _chain_facts(proof.chain)
+    accounts = [asdict(account) for account in proof.accounts]
+    plain = {name: getattr(proof, name) for name in _PROOF}
+    return {**plain, "chain": chain, "accounts": accounts}
 
 
 def _chain_facts(chain: Chain) -> dict[str, Any]:
@@ -147,6 +164,7 @@ def _require_tensors(
     shapes: dict[str, Shape] = {
         "rows": (rows.dtype, "size", rows.width),
         "aside": (rows.dtype, "aside", rows.width),
+        "sum": (rows.dtype, "sums", rows.width),
         "coupling": (torch.float64, "size", multiplied),
         "aside coupling": (torch.float64, "aside", rows.capacity),
         "dropped": (torch.float64, rows.capacity),
@@ -155,15 +173,16 @@ def _require_tensors(
     sizes = require_tensors(path, tensors, shapes)
     size = sizes["size"]
     good = multiplied <= size <= rows.capacity
-    if (chain := facts["chain"]) is not None:
-        good = good and len(chain["edges"]) > 0 and chain["first"] <= size
+    if (chain := facts["proof"]["chain"]) is not None:
+        good = good and len(chain["edges"]) > 0 and chain["first"] <= multiplied
         good = good and sizes["tilt"] == sizes["aside"]
         good = good and all(
-            edge["side"] in (-1, 1) and edge["number"] < len(facts["doubts"])
+            edge["side"] in (-1, 1) and edge["number"] < len(facts["proof"]["accounts"])
             for edge in chain["edges"]
         )
         good = good and len(chain["alphas"]) == len(chain["betas"])
         good = good and chain["gone"] <= max(0, len(chain["alphas"]) - 1)
+        good = good and sizes["sums"] == int(chain["gone"] > 0)
     if not good:
         raise StorageError(f"{path} is damaged: its figures contradict each other")
 
@@ -185,6 +204,8 @@ def restore(
     for index, row in enumerate(tensors["rows"]):
         krylov.rows.put(index, row)
     krylov.rows.admit(len(tensors["rows"]))
+    for row in tensors["sum"]:
+        krylov.spare.copy_(row)
     krylov.coupling[: krylov.size, : krylov.multiplied] = tensors["coupling"]
     krylov.aside.rows = tensors["aside"].to(krylov.rows.device)
     krylov.aside.coupling = tensors["aside coupling"]
@@ -193,9 +214,9 @@ def restore(
     for name in _PLAIN:
         setattr(solver, name, facts[name])
     solver.outcome = None if facts["outcome"] is None else Outcome[facts["outcome"]]
-    if facts["chain"] is not None:
-        chain = {name: facts["chain"][name] for name in _CHAIN}
-        chain["edges"] = {
-            edge["number"]: Edge(edge["point"], edge["side"]) for edge in chain["edges"]
-        }
-        solver.chain = Chain(**chain)
+    proof = {name: facts["proof"][name] for name in _PROOF}
+    proof["accounts"] = [Account(**account) for account in proof["accounts"]]
+    if (chain := proof["chain"]) is not None:
+        edges = {edge["number"]: Edge(edge["point"], edge["side"]) for edge in chain["edges"]}
+        proof["chain"] = Chain(**{**{name: chain[name] for name in _CHAIN}, "edges": edges})
+    solver.proof = Proof(**proof)

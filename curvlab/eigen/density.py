@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlab.checks import shown, whole
+from curvlab.checks import seeded, shown, whole
 from curvlab.eigen.estimate import Estimate, random_signs
 from curvlab.eigen.products import Products
 from curvlab.eigen.source import Source, as_operator
@@ -245,7 +245,7 @@ def spectral_density(
             ``checkpoint``.
     """
     products = Products(as_operator(operator), None, near_one=True)
-    whole(probes=probes, steps=steps)
+    (probes, steps), seed = whole(probes=probes, steps=steps), seeded(seed)
     shown(progress)
     products.probe(seed)
     steps = min(steps, products.n)

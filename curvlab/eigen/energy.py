@@ -16,7 +16,7 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from curvlab.checks import shown
+from curvlab.checks import seeded, shown, whole
 from curvlab.eigen.estimate import Estimate, blocks, finite_images, random_signs
 from curvlab.eigen.growing import Growing
 from curvlab.eigen.lanczos import lanczos
@@ -24,6 +24,7 @@ from curvlab.eigen.products import Products
 from curvlab.eigen.result import Eigenpairs
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import Interrupted, State, Work
+from curvlab.probe import FAR
 from curvlab.rows import Space
 from curvlab.storage import StorageError
 
@@ -92,14 +93,11 @@ def spectral_energy(
             f"epsilon= is the share of energy left out, 0 < epsilon <= 1; got {epsilon}. "
             "Nothing left out is the whole space: use torch.linalg.eigh on operator.dense()"
         )
-    if probes < 2 or largest < 1:
-        raise ValueError(
-            f"probes= is at least 2 and largest= at least 1; got {probes} and {largest}"
-        )
+    [probes], [largest], seed = whole(2, probes=probes), whole(largest=largest), seeded(seed)
     shown(progress)
     products = Products(as_operator(operator), None)
     certificate = products.probe(seed)
-    if certificate.exponent:
+    if abs(certificate.exponent) > FAR:
         raise ValueError(
             f"products of this operator are near 2**{certificate.exponent}, and energy is a sum "
             "of squares, which leave float64: scale the operator, the pairs selected are the same"

@@ -5,7 +5,7 @@ It comes from the decomposition ``A V = V H + R C``, which holds to rounding; th
 may not hold is added (``Bounds.loss``: rounding, and the operator error that the solve itself has
 measured; ``Krylov.missing``: remainders that were dropped). Where that allowance alone decides
 whether a pair has converged, or where ``Certify(explicit=True)`` is asked for, the residual is
-computed from a product with the vector itself.
+computed from a product with the vector itself. That of a matrix is computed from its entries.
 """
 
 import math
@@ -30,8 +30,8 @@ def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
     request, products, krylov = solver.request, solver.products, solver.krylov
     k = min(request.k, krylov.multiplied)
     ritz = solver.ritz()
-    # A solve that was stopped makes no more products.
-    checks = solver.outcome is not Outcome.INTERRUPTED
+    # A solve that was stopped makes no more products, and of a matrix none are needed.
+    checks = solver.outcome is not Outcome.INTERRUPTED and products.matrix is None
     explicit = request.certify.explicit and checks
     if checks and not explicit and not solver.exhausted:
         _spot_check(solver, ritz, k)
@@ -49,6 +49,8 @@ def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
                 residuals[i] = _true_residual(solver, ritz.mixing[:, i], float(values[i]))
     vectors = krylov.rows.combine(ritz.mixing[:, :k])
     stored = vectors.to(products.operator.dtype)
+    entries = products.residuals(stored, values)
+    residuals = residuals if entries is None else entries
     tol, relative_to, bounds = request.tol, request.relative_to, solver.bounds
     judged = judge(
         values, residuals, tol=tol, relative_to=relative_to, norm=bounds.norm, floor=bounds.floor
@@ -64,8 +66,8 @@ def eigenpairs(solver: Solver, *, began: float, method: str) -> Eigenpairs:
         vectors=products.space.canonical_signs_(stored),
         residuals=residuals.to(device) * unit,
         converged=judged.converged.to(device),
-        complete=settled and solver.doubt <= request.certify.doubt,
-        doubt=solver.doubt if settled else 1.0,
+        complete=settled and outcome is Outcome.CONVERGED,
+        doubt=solver.proof.doubt if settled else 1.0,
         orthogonality=orthogonality(stored, products.space),
         norm=bounds.norm * unit,
         floor=bounds.floor * unit,

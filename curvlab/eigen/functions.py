@@ -19,8 +19,8 @@ from torch import Tensor
 from curvlab.eigen.density import spectral_density
 from curvlab.eigen.estimate import Estimate
 from curvlab.eigen.selection import edges
+from curvlab.eigen.source import Source, as_operator
 from curvlab.operators import Operator, Projected
-from curvlab.probe import LinearOperator
 
 if TYPE_CHECKING:
     from curvlab.eigen.result import Eigenpairs
@@ -93,7 +93,7 @@ class SpectralFunction(Operator):
 
     def trace(
         self,
-        operator: LinearOperator,
+        operator: Source,
         *,
         probes: int = 8,
         steps: int = 60,
@@ -106,12 +106,13 @@ class SpectralFunction(Operator):
         quadrature and of the pairs together.
 
         Args:
-            operator: A itself, whose pairs these are.
+            operator: A itself, whose pairs these are, in any form that solvers take.
             probes: Random vectors.
             steps: Products with each.
             seed: Of the vectors.
             progress: As for :func:`curvlab.spectral_density`.
         """
+        operator = as_operator(operator)
         if operator.n != self.n:
             raise ValueError(f"these pairs have {self.n} elements, the operator {operator.n}")
         outer = Projected(operator, self.pairs.vectors)

@@ -16,6 +16,7 @@ from curvlab.eigen.request import EVERY, Request, product_budget, request
 from curvlab.eigen.result import Eigenpairs, RelativeTo
 from curvlab.eigen.run import iterate
 from curvlab.eigen.solver import Solver
+from curvlab.eigen.starting import start
 from curvlab.eigen.work import State
 from curvlab.manifest import COUNT, require_facts
 from curvlab.probe import Certificate
@@ -55,7 +56,7 @@ class Growing:
         began, before = time.perf_counter(), self.products.count
         if self.solver is None:
             solver = Solver(self.products, self._request(k, certify), self.certificate)
-            solver.start(None)
+            start(solver, None)
             self.solver = solver
         elif not self.resumed:
             self.solver.go_on(self._request(k, certify))

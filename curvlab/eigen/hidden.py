@@ -28,13 +28,14 @@ The recurrence needs the last two of the chain's rows. Where there is no room fo
 are let go of. The rows are then orthogonal to ``V`` and to their neighbours only, and what has
 converged in the chain comes again. The recurrence is still, up to rounding, that of a measure whose
 points are as near to the eigenvalues of ``B`` and, taken together, as heavy as without rounding
-(Greenbaum 1989): the bound stands, and only a chain that finds something has lost the rows that
-show it.
+(Greenbaum 1989): the bound stands. What it finds is not lost with the rows. Where a Ritz value
+passes ``x``, its vector is the sum of ``p_i(x) z_i``: a sum that can be kept from the first row on.
 
 Products are those of ``A`` only up to rounding, and that moves eigenvalues by no more (Weyl again):
 ``x`` lies inside of the edge by that much. Where the wanted part of the spectrum has two edges each
 has its own ``M``. A chain tilted for one shows the other at a point moved inwards by the norm of
-the difference, or else another chain does.
+the difference, or else another chain does. Fewer Ritz vectors in ``V`` make ``M`` smaller and the
+law holds for any number of them: those deep inside are let go of where that spares a chain.
 """
 
 import math
@@ -46,6 +47,7 @@ from torch import Tensor
 from curvlab.eigen.krylov import Krylov
 from curvlab.eigen.selection import Edge
 
+CANDIDATES = 12  # numbers of Ritz vectors that are compared, at most: each costs a millisecond
 NEAR = 0.1  # of the distance from the edge to the other values: a tilt that costs hardly a product
 
 
@@ -58,7 +60,7 @@ class Chain:
     Attributes:
         first: Row of the basis that holds ``z_0``.
         edges: Which this chain is to show: by their number, the point for ``B``.
-        gone: How many of its rows are no longer held.
+        gone: How many of its rows are no longer held, but in the sum of ``p_i(x) z_i``.
     """
 
     first: int
@@ -75,20 +77,38 @@ class Chain:
         for j in range(self.first + len(self) - self.gone, krylov.multiplied):
             column = krylov.coupling[:, j]
             self.alphas.append(float(column[j]))
-            # A chain that closes shows all that its start vector meets, as far as rounding lets.
+            # Where the chain closes, what was left of the product counted as rounding: it may be
+            # long beside a value that is small itself.
             closes = j + 1 == krylov.size
-            self.betas.append(
-                krylov.breakdown(float(column.norm())) if closes else float(column[j + 1])
-            )
+            self.betas.append(float(krylov.dropped[j] if closes else column[j + 1]))
 
     def slide(self, krylov: Krylov) -> None:
         """Let go of all rows but the two that the recurrence needs."""
+        self._add_up(krylov, len(self) - 1)
         krylov.slide(self.first)
         self.gone = len(self) - 1
 
     def found(self) -> bool:
         """Whether ``B`` is seen to have an eigenvalue beyond its own edge."""
         return self._square_sum(next(iter(self.edges.values()))) is None
+
+    def sight(self, krylov: Krylov) -> Tensor:
+        """A vector ``(width,)`` whose Rayleigh quotient with ``B`` is beyond the edge, once found.
+
+        It is where the rows let go of were summed, and rows are added to it.
+        """
+        self._add_up(krylov, len(self))
+        return krylov.spare
+
+    def _add_up(self, krylov: Krylov, stop: int) -> None:
+        """Add ``p_i(x) z_i`` of the rows from ``gone`` to ``stop``."""
+        edge = next(iter(self.edges.values()))
+        if self.gone == 0:
+            krylov.spare.zero_()
+        polynomials = self._polynomials(edge)
+        for i in range(self.gone, min(stop, len(polynomials))):
+            row = krylov.rows.row(self.first + i - self.gone)
+            krylov.spare.add_(row, alpha=polynomials[i] * edge.side**i)
 
     def doubts(self, n: int) -> dict[int, float]:
         """Probabilities that an eigenvalue beyond an edge went unseen, at most 1.
@@ -109,17 +129,26 @@ class Chain:
 
     def _square_sum(self, edge: Edge) -> float | None:
         """``sum p_i(point)^2``; ``None`` if a Ritz value is beyond: a ``p_i`` has changed sign."""
-        total, before, here = 1.0, 0.0, 1.0
-        last = 0.0
+        polynomials = self._polynomials(edge)
+        if len(polynomials) <= len(self) and math.isfinite(polynomials[-1]):
+            return None
+        return math.fsum(value * value for value in polynomials)
+
+    def _polynomials(self, edge: Edge) -> list[float]:
+        """``p_0, p_1, ...`` at the point, of ``-B`` for a lower edge.
+
+        Up to the first that would have another sign, or else that is too large: infinite.
+        """
+        found, before, last = [1.0], 0.0, 0.0
         for alpha, beta in zip(self.alphas, self.betas, strict=True):
-            ahead = edge.side * (edge.point - alpha) * here - last * before
+            ahead = edge.side * (edge.point - alpha) * found[-1] - last * before
             if ahead < 0.0:
-                return None
-            if not ahead < 1e100 * beta:
-                return math.inf
-            before, here, last = here, ahead / beta, beta
-            total += here * here
-        return total
+                break
+            before, last = found[-1], beta
+            found.append(ahead / beta if ahead < 1e100 * beta else math.inf)
+            if math.isinf(found[-1]):
+                break
+        return found
 
 
 def tilted(
@@ -144,6 +173,48 @@ def tilted(
         if bool((edge.side * (point - values[k:]) > 0.0).all()):
             chosen[number] = Edge(point, edge.side)
     return chosen, tilt
+
+
+def worth_keeping(
+    ends: dict[int, Edge], values: Tensor, couplings: Tensor, k: int, error: float
+) -> int:
+    """How many Ritz vectors to keep so that the chains for all edges take the fewest products.
+
+    With all of them, chains converge fastest, but the tilts of two edges may be so different that
+    each edge takes a chain of its own. Most of a tilt comes from Ritz values deep inside, which the
+    basis hardly knows: without those one chain may do for both edges. Only the number of products
+    depends on what is guessed here of the rest of the spectrum.
+
+    Args:
+        ends, values, couplings, k, error: As for :func:`tilted`.
+    """
+    count = len(values)
+    if len(ends) == 1 or len(tilted(ends, values, couplings, k, error)[0]) == len(ends):
+        return count
+    # Further steps of the search would go on like the last: with a semicircle's density.
+    weights = couplings[:, k:].square().sum(0)
+    weights = weights / weights.sum()
+    middle = float(weights @ values[k:])
+    reach = 2.0 * math.sqrt(float(weights @ (values[k:] - middle).square()))
+
+    def products(edge: Edge, kept: int) -> float:
+        """In units of what the start vector takes; infinite where the edge is not outside."""
+        gone = values[kept:]
+        low = min([middle - reach, *gone.tolist()])
+        high = max([middle + reach, *gone.tolist()])
+        outside = edge.side * (2.0 * edge.point - low - high)  # twice, from the middle
+        if high == low:
+            return 0.0 if outside > 0.0 else math.inf
+        ratio = outside / (high - low)
+        return 1.0 / math.acosh(ratio) if ratio > 1.0 else math.inf
+
+    best, least = count, sum(products(edge, count) for edge in ends.values())
+    for kept in range(k, count, 1 + (count - k) // CANDIDATES):
+        chosen, _ = tilted(ends, values[:kept], couplings[:, :kept], k, error)
+        cost = max(products(edge, kept) for edge in chosen.values())
+        if len(chosen) == len(ends) and cost < least:
+            best, least = kept, cost
+    return best
 
 
 def _placed(edge: Edge, values: Tensor, couplings: Tensor, error: float) -> tuple[Edge, Tensor]:

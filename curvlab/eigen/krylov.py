@@ -240,7 +240,8 @@ class Krylov:
         length = math.sqrt(column @ column)
         if not math.isfinite(length):
             raise OperatorError(_NOT_FINITE)
-        self.norm = max(self.norm, length)
+        if len(self.aside) == 0:  # else it is a tilted operator's
+            self.norm = max(self.norm, length)
         coupling = self.coupling.numpy()
         coupling[: len(column), j] = column
         coupling[len(column) :, j] = 0.0
@@ -277,6 +278,7 @@ class Krylov:
             target = self.rows.row(self.size)
             target.copy_(held)
             overlap, length = self.rows.orthonormalise_(target)
+            self._deflate_new_(target)
             column = torch.cat([overlap, length.reshape(1)]).cpu()
             kept = self.size + (1 if float(column[-1]) > 0.0 else 0)
             if kept == self.size:
@@ -322,6 +324,11 @@ class Krylov:
         self.dropped[first] = self.dropped[last]
         self.dropped[first + 1 :] = 0.0
         self.multiplied = first + 1
+
+    @property
+    def spare(self) -> Tensor:
+        """The last row there is memory for, ``(width,)``; no row of the basis while one is free."""
+        return self.rows.row(self.rows.capacity - 1)
 
     def projected(self) -> Tensor:
         """``T``, shape ``(m, m)``, float64."""

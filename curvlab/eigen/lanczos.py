@@ -113,4 +113,4 @@ def lanczos(
         )
     if dense or (dense is None and start is None and allowed and dense_is_cheaper(products, k)):
         return solve_dense(products, asked)
-    return run(products, asked, start=start, keeping=keeping, progress=progress, method="lanczos")
+    return run(products, asked, vectors=start, keeping=keeping, progress=progress, method="lanczos")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from curvlab.checks import shown
+from curvlab.checks import shown, whole
 from curvlab.eigen.lanczos import lanczos
 from curvlab.eigen.progress import Progress
 from curvlab.eigen.result import Eigenpairs
@@ -80,6 +80,7 @@ def layer_spectra(
     Raises:
         Interrupted: On Ctrl-C, with the layers that were finished.
     """
+    [k] = whole(k=k)
     shown(progress)
     layout = getattr(operator, "layout", None)
     if layout is None:

@@ -20,7 +20,7 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from curvlab.checks import shown
+from curvlab.checks import seeded, shown, whole
 from curvlab.eigen.outcome import Outcome
 from curvlab.eigen.products import Deflation, Products, orthogonality
 from curvlab.eigen.request import check_choice, check_numbers, product_budget
@@ -74,10 +74,11 @@ def power_iteration(
     by_value = check_choice("stop", stop, Stop) == "value"
     tol = (CHANGE if by_value else 1e-3) if tol is None else tol
     products = Products(as_operator(operator), deflate, near_one=True)
-    check_numbers(products, k, which="LM", tol=tol, relative_to="value", seed=seed)
+    k = check_numbers(products, k, which="LM", tol=tol, relative_to="value")
+    seed = seeded(seed)
     began = time.perf_counter()
     certificate = products.probe(seed)
-    per_pair = steps if steps is not None else STEPS if by_value else None
+    [per_pair] = whole(steps=steps) if steps is not None else [STEPS if by_value else None]
     asked = {"stop": stop, "tol": tol, "seed": seed, "steps": per_pair}
     work = Work("power iteration", products, asked, checkpoint, progress)
     search = _Search(work, by_value, tol, per_pair, product_budget(max_products, k), seed)
@@ -278,10 +279,13 @@ def _result(
         chosen = order(values, len(values), "LM")
     values, vectors, images = values[chosen], vectors[chosen], images[chosen]
     space = products.space
-    rest = images.double() - values[:, None].to(images.device) * vectors.double()
+    stored = vectors.to(products.operator.dtype).contiguous()
     norm = float(values.abs().max())
-    # products are rounded, and so are the vectors to be returned
-    residuals = space.norm(rest).cpu() + products.rounding(norm) + products.eps * norm
+    residuals = products.residuals(stored, values)
+    if residuals is None:
+        rest = images.double() - values[:, None].to(images.device) * vectors.double()
+        # products are rounded, and so are the vectors to be returned
+        residuals = space.norm(rest).cpu() + products.rounding(norm) + products.eps * norm
     floor = 16.0 * products.eps * norm
     judged = judge(values, residuals, tol=tol, relative_to="value", norm=norm, floor=floor)
     converged = judged.converged
@@ -293,8 +297,7 @@ def _result(
     else:
         outcome = Outcome.NOT_SETTLED
         reason = "the stopping rule was met before the residuals were"
-    device, stored = products.device, vectors.to(products.operator.dtype).contiguous()
-    unit = products.unit
+    device, unit = products.device, products.unit
     return Eigenpairs(
         space=space,
         values=values.to(device) * unit,

@@ -15,6 +15,7 @@ from curvlab.operators import Curvature, Dense, Operator
 from curvlab.probe import (
     Certificate,
     LinearOperator,
+    OperatorError,
     brought_near,
     far_exponent,
     probe,
@@ -22,6 +23,8 @@ from curvlab.probe import (
     usual_limit,
 )
 from curvlab.rows import Rows, Space, space_of
+
+TOGETHER = 32  # vectors whose residuals are computed at once: two float64 copies of them are made
 
 
 @runtime_checkable
@@ -55,6 +58,7 @@ class Products:
         exponent: Products are those of ``A`` by two to the power of minus this; not 0 only where
             ``near_one`` is asked for and squares of ``A`` would not be numbers.
         frozen: Whether it is a copy that nobody changes, and changes nothing itself.
+        matrix: Its entries ``(n, n)``, where it was given as a matrix.
         dtype: Of the working vectors: float64 for a float64 operator, else float32.
         space: Where they live; ``width`` of their ``n`` elements are held here.
     """
@@ -74,6 +78,7 @@ class Products:
         self.dtype = torch.float64 if operator.dtype == torch.float64 else torch.float32
         self.eps = float(torch.finfo(operator.dtype).eps)
         self.frozen = isinstance(operator, Dense | Curvature)
+        self.matrix = operator.matrix if isinstance(operator, Dense) else None
         self.count = self.overhead = 0
         self.error = self.size = self._summed = 0.0
         self.deflation = _deflation(deflate, self)
@@ -88,21 +93,34 @@ class Products:
             else:
                 certificate = probe(self.operator, seed=seed)
             self.count += certificate.products
+        if not certificate.passed:  # is that the reason?
+            self._require_digits(certificate, math.ldexp(certificate.size, certificate.exponent))
         certificate.require()
         self.trust(certificate)
         return certificate
+
+    def _require_digits(self, certificate: Certificate, size: float) -> None:
+        """Raise where products of unit vectors, of this ``size``, are too small to have digits."""
+        arithmetic = torch.finfo(self.operator.dtype)
+        if 0.0 < certificate.limit * size < self.n * arithmetic.smallest_normal * arithmetic.eps:
+            raise OperatorError(
+                f"products of this operator are about {size:.1e} long, and so small numbers have "
+                f"few digits in {arithmetic.dtype}: multiply it by a power of two, which "
+                "leaves its eigenvectors as they are"
+            )
 
     def trust(self, certificate: Certificate) -> None:
         """Take the error of a product, and the size of products, from a certificate."""
         self.error = max(certificate.linearity, certificate.repeatability)
         self.exponent = certificate.exponent if self.near_one else 0
         self.size = 0.0 if self.deflation is None else certificate.size
-        if isinstance(self.operator, Dense):  # not probed; its sums are rounded nevertheless
-            near = brought_near(self.operator.matrix, self.exponent)
-            frobenius = torch.linalg.vector_norm(
-                near, dtype=torch.float64
-            )  # squares: not float32's
+        if self.matrix is not None:  # not probed; its sums are rounded nevertheless
+            near = brought_near(self.matrix, self.exponent)
+            # in float64: squares may not be float32's
+            frobenius = torch.linalg.vector_norm(near, dtype=torch.float64)
             self._summed = self.eps / 2 * float(frobenius)
+            if not self.near_one:
+                self._require_digits(certificate, float(frobenius) / math.sqrt(self.n))
             if self.deflation is not None:
                 self.size = float(frobenius) / math.sqrt(self.n)
 
@@ -122,17 +140,46 @@ class Products:
         """
         arithmetic = torch.finfo(self.operator.dtype)
         summed = self._summed
-        if isinstance(self.operator, Dense):
+        if self.matrix is not None:
             summed += self.eps / 2 * math.sqrt(self.n) / 3 * norm
-        least = self.n * arithmetic.smallest_normal * arithmetic.eps
+        shift = -self.exponent - self._lift
+        least = math.ldexp(self.n * arithmetic.smallest_normal * arithmetic.eps, shift)
         norm = max(norm, self.size)
         return max(self.error * norm, summed, arithmetic.eps / 2 * norm) + least
 
+    def residuals(self, vectors: Tensor, values: Tensor) -> Tensor | None:
+        """Residuals ``(k,)`` of rows ``(k, n)`` from a matrix's entries; ``None`` without any.
+
+        Sums are in float64, of ``sqrt(n)`` sums of ``sqrt(n)`` terms: no float64 copy of the matrix
+        is made, and sums that grow evenly are off by ``sqrt(n)`` roundings at most, though their
+        terms may all round alike. These are added, those of terms of either sign, and what rows to
+        be deflated lose when they are stored.
+        """
+        if self.matrix is None:
+            return None
+        piece = math.isqrt(self.n) + 1
+        found = []
+        pairs = torch.split(vectors, TOGETHER), torch.split(values, TOGETHER)
+        for rows, theirs in zip(*pairs, strict=True):
+            images, inside = rows.new_zeros(rows.shape, dtype=torch.float64), rows.double().clone()
+            self.project_out_(inside)
+            terms = torch.split(self.matrix, piece), torch.split(inside, piece, 1)
+            for entries, weights in zip(*terms, strict=True):
+                images += weights @ brought_near(entries.double(), self.exponent)
+            self.project_out_(images)
+            rest = images.sub_(theirs.to(rows.device)[:, None] * rows)
+            found.append(torch.linalg.vector_norm(rest, dim=1))
+        roundings = self._summed / self.eps + math.sqrt(self.n) / 2 * values.abs()
+        rounded = torch.finfo(torch.float64).eps * roundings
+        if self.deflation is not None:
+            rounded += 2.0 * self._summed
+        return torch.cat(found).cpu() + rounded
+
     def _known(self) -> Certificate | None:
         """A certificate that needs no products: one already measured, or that of a matrix."""
-        if isinstance(self.operator, Dense):  # made symmetric when it was built
+        if self.matrix is not None:  # made symmetric when it was built
             limit = usual_limit(self.operator.dtype, self.n)
-            return Certificate(0.0, 0.0, 0.0, limit, 0, far_exponent(self.operator.matrix))
+            return Certificate(0.0, 0.0, 0.0, limit, 0, far_exponent(self.matrix))
         known = getattr(self.operator, "__dict__", {}).get("certificate")
         return known if isinstance(known, Certificate) else None
 
@@ -147,17 +194,25 @@ class Products:
         self.count = self.overhead + spent
 
     @property
+    def _lift(self) -> int:
+        """Power of two by which vectors are multiplied, so that small products keep their digits.
+
+        Half of what products are small by: a model's own numbers are further from either end then.
+        """
+        return max(0, -self.exponent) // 2
+
+    @property
     def unit(self) -> float:
         """By which values of these products are multiplied to be those of ``A``."""
         return math.ldexp(1.0, self.exponent)
 
     def into(self, vectors: Tensor, targets: Tensor) -> None:
         """``targets = P A vectors``; both ``(width,)`` or ``(b, width)``, already in P's range."""
-        given = vectors.to(self.operator.dtype, copy=not self.frozen)
+        given = brought_near(vectors, -self._lift).to(self.operator.dtype, copy=not self.frozen)
         result = self.operator @ given
         self.count += 1 if vectors.ndim == 1 else vectors.shape[0]
         require_image(result, vectors)
-        targets.copy_(brought_near(result.detach(), self.exponent))
+        targets.copy_(brought_near(result.detach(), self.exponent + self._lift))
         self.project_out_(targets)
 
     def project_out_(self, vectors: Tensor) -> None:

@@ -20,16 +20,21 @@ class Progress:
         self.latest = 0.0
 
     def update(
-        self, products: int, found: int, wanted: int, note: str = "", unit: str = "pairs"
+        self,
+        products: int | None,
+        found: int,
+        wanted: int,
+        note: str = "",
+        unit: str = "pairs",
     ) -> None:
-        """Show the present state."""
+        """Show the present state; ``products`` of ``None`` are not counted."""
         now = time.monotonic()
         if not self.shown or now - self.latest < 0.1:
             return
         self.latest = now
         filled = round(20 * found / max(1, wanted))
         bar = "#" * filled + "." * (20 - filled)
-        made = "" if unit == "products" else f", {products} products"
+        made = "" if products is None or unit == "products" else f", {products} products"
         line = f"{self.label} [{bar}] {found} of {wanted} {unit}{made} {note}"
         self.stream.write("\r" + line.ljust(self.width))
         self.stream.flush()

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from curvlab.checks import flag, inside, whole
+from curvlab.checks import flag, inside, integers, seeded, whole
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import RelativeTo
 from curvlab.eigen.room import RESERVE, Quota, Room, quota
@@ -33,7 +33,8 @@ class Certify:
             By default half of those used to converge, at least 24, and more for longer vectors and
             smaller doubts: 33 for 124 M elements.
         explicit: Compute every residual from a product with the vector itself, one per pair. By
-            default they come from the decomposition; see :mod:`curvlab.eigen.finish`.
+            default they come from the decomposition, and those of a matrix always from its entries;
+            see :mod:`curvlab.eigen.finish`.
     """
 
     copies: bool = True
@@ -45,7 +46,7 @@ class Certify:
         flag(copies=self.copies, explicit=self.explicit)
         inside("(0, 1)", doubt=self.doubt)
         if self.products is not None:
-            whole(products=self.products)
+            object.__setattr__(self, "products", *whole(products=self.products))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Checkpoint:
     every: int = EVERY
 
     def __post_init__(self) -> None:
-        whole(every=self.every)
+        object.__setattr__(self, "every", *whole(every=self.every))
         if not isinstance(self.file, str | Path):
             raise TypeError(f"Checkpoint(file=) is a path; got {type(self.file).__name__}")
 
@@ -123,7 +124,7 @@ def request(
     block: int = 1,
 ) -> Request:
     """Check what was asked of a solver and fill in what was not."""
-    check_numbers(products, k, which=which, tol=tol, relative_to=relative_to, seed=seed)
+    k = check_numbers(products, k, which=which, tol=tol, relative_to=relative_to)
     if isinstance(certify, bool):
         certify = Certify(copies=certify)
     if not isinstance(certify, Certify):
@@ -147,7 +148,7 @@ def request(
         which=which,
         tol=tol,
         relative_to=relative_to,
-        seed=seed,
+        seed=seeded(seed),
         max_products=budget,
         certify=certify,
         quota=given,
@@ -170,20 +171,16 @@ def check_choice(name: str, value: str, choices: Any) -> str:
     return value
 
 
-def check_numbers(
-    products: Products, k: int, *, which: str, tol: float, relative_to: str, seed: int
-) -> None:
-    """Raise unless the request can be met in principle."""
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k= is a whole number of pairs; got {type(k).__name__}")
+def check_numbers(products: Products, k: int, *, which: str, tol: float, relative_to: str) -> int:
+    """``k``; raise unless the request can be met in principle."""
+    [k] = integers(k=k)
     if not 1 <= k <= products.room:
         left = f"{products.n} - {products.n - products.room} deflated"
         raise ValueError(f"k= is between 1 and n = {left}; got {k}")
     check_which(which)
     inside("[0, 1)", tol=tol)
     check_choice("relative_to", relative_to, RelativeTo)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**40:
-        raise ValueError(f"seed= is a whole number, 0 <= seed < 2**40; got {seed!r}")
+    return k
 
 
 def check_start(v0: Tensor | None, products: Products) -> Tensor | None:
@@ -217,5 +214,4 @@ def product_budget(max_products: int | None, k: int) -> int:
     """How many products a solve may make."""
     if max_products is None:
         return max(1000, 50 * k)
-    whole(max_products=max_products)
-    return max_products
+    return whole(max_products=max_products)[0]

@@ -46,9 +46,9 @@ class Room:
         if self.rows is not None and self.bytes is not None:
             raise ValueError("give Room(rows=) or Room(bytes=), not both")
         if self.rows is not None:
-            whole(rows=self.rows)
+            object.__setattr__(self, "rows", *whole(rows=self.rows))
         if self.bytes is not None:
-            whole(bytes=self.bytes)
+            object.__setattr__(self, "bytes", *whole(bytes=self.bytes))
         if not isinstance(self.file, str | Path | None):
             raise TypeError(f"Room(file=) is a path; got {type(self.file).__name__}")
 

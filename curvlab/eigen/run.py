@@ -16,6 +16,7 @@ from curvlab.eigen.progress import Progress
 from curvlab.eigen.request import Checkpoint, Request
 from curvlab.eigen.result import Eigenpairs
 from curvlab.eigen.solver import Solver
+from curvlab.eigen.starting import start
 from curvlab.eigen.work import Interrupted
 from curvlab.signals import Stop, noted
 
@@ -24,7 +25,7 @@ def run(
     products: Products,
     asked: Request,
     *,
-    start: Tensor | None,
+    vectors: Tensor | None,
     keeping: Checkpoint | None,
     progress: bool | None,
     method: str,
@@ -32,24 +33,25 @@ def run(
     """Solve; a checkpoint that exists is resumed.
 
     Args:
-        start: Rows ``(b, n)`` to start from, or ``None`` for random ones.
+        vectors: Rows ``(b, n)`` to start from, or ``None`` for random ones.
     """
     began = time.perf_counter()
     resumes = keeping is not None and products.space.exists(keeping.path)
     # before the certificate says in which unit products are
     whose: dict[str, Any] = {}
     if keeping is not None:
+        products.space.require_writable(keeping.path)
         whose = {**asked.identity(), **identity(products)}
         whose |= {
             "deflated": products.n - products.room,
-            "start digest": products.space.digest(start),
+            "start digest": products.space.digest(vectors),
         }
     certificate = None if resumes else products.probe(asked.seed)
     solver = Solver(products, asked, certificate)
     if keeping is not None and resumes:
         began -= read_checkpoint(keeping.path, solver, asked=whose)
     else:
-        solver.start(start)
+        start(solver, vectors)
 
     def save() -> None:
         if keeping is not None:
@@ -92,7 +94,7 @@ def iterate(
                     save()
                     saved = solver.products.spent
                 solver.step()
-                stage = "searching" if solver.chain is None else "looking for hidden copies"
+                stage = "searching" if solver.proof.chain is None else "looking for hidden copies"
                 line.update(solver.products.count, solver.found, solver.request.k, stage)
             found = eigenpairs(solver, began=began, method=method)
     except KeyboardInterrupt as error:

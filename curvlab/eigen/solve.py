@@ -17,13 +17,13 @@ import torch
 from curvlab_kernels import ops
 from torch import Tensor
 
-from curvlab.checks import shown, whole
+from curvlab.checks import seeded, shown, whole
 from curvlab.eigen.products import Products
 from curvlab.eigen.result import Eigenpairs, NotConvergedError
 from curvlab.eigen.source import Source, as_operator
 from curvlab.eigen.work import State, Work
 from curvlab.manifest import FINITE, Shape
-from curvlab.probe import FAR, OperatorError, brought_near, far_exponent
+from curvlab.probe import FARTHEST, OperatorError, brought_near, far_exponent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +97,7 @@ def solve(
     """
     began = time.perf_counter()
     products = Products(as_operator(operator), None, near_one=True)
-    whole(max_products=max_products)
+    [max_products], seed = whole(max_products=max_products), seeded(seed)
     shown(progress)
     far = far_exponent(b) if isinstance(b, Tensor) else 0
     b = brought_near(b, far) if far else b  # its squares would leave float64
@@ -105,7 +105,8 @@ def solve(
     products.probe(seed)
     if products.exponent and damping > 0.0:  # of the larger of the two
         larger = max(products.exponent, math.frexp(damping)[1])
-        products.exponent = larger if abs(larger) > FAR else 0
+        far_off, _ = FARTHEST[products.dtype]
+        products.exponent = larger if abs(larger) > far_off else 0
     digest = products.space.digest
     asked = {
         "damping": damping,
@@ -123,6 +124,8 @@ def solve(
         # in b's own, narrower dtype x would have another residual
         wide = torch.promote_types(b.dtype, products.operator.dtype)
         x = brought_near(brought_near(at.x, products.exponent), -far).to(wide)
+        if not bool(torch.isfinite(products.space.norm(x))):
+            raise ValueError(f"x is beyond the numbers of {wide}: scale b, or give it in float64")
         return Solution(
             x,
             residual,

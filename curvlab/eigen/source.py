@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvlab.checks import integers
 from curvlab.operators import Dense, FromFunction, Sparse, from_scipy
 from curvlab.probe import LinearOperator
 
@@ -54,6 +55,5 @@ def _from_pair(source: tuple[Any, ...]) -> FromFunction:
     if len(source) != 2:
         raise ValueError(f"a tuple operator is (matvec, n); got {len(source)} elements")
     matvec, n = source
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"in (matvec, n), n is the length of a vector; got {type(n).__name__}")
+    [n] = integers(n=n)
     return FromFunction(matvec, n, dtype=torch.float32)

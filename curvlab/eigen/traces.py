@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from curvlab.checks import shown, whole
+from curvlab.checks import seeded, shown, whole
 from curvlab.eigen.estimate import (
     Estimate,
     blocks,
@@ -54,7 +54,7 @@ def trace(
             rest), once everything done is in ``checkpoint``.
     """
     products = Products(as_operator(operator), None, near_one=True)
-    whole(probes=probes)
+    [probes], seed = whole(probes=probes), seeded(seed)
     shown(progress)
     products.probe(seed)
     third = max(1, probes // 3)  # sketch, exact shares, rest: the split of Hutch++
@@ -172,7 +172,7 @@ def diagonal(
         Interrupted: As for :func:`trace`.
     """
     products = Products(as_operator(operator), None, near_one=True)
-    whole(probes=probes)
+    [probes], seed = whole(probes=probes), seeded(seed)
     shown(progress)
     if probes < 2:
         raise ValueError("diagonal needs probes >= 2 for an error bar")

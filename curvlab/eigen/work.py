@@ -78,6 +78,7 @@ class Work:
         self.line = Progress(what, progress if products.space.leads else False)
         self.asked: dict[str, Any] = {}
         if self.path is not None:
+            products.space.require_writable(self.path)
             self.asked = {**arguments, **identity(products)}
         self.saved_at = products.spent
 

@@ -101,6 +101,10 @@ class Space(Protocol):
         """Whether there is a state to :meth:`load`."""
         ...
 
+    def require_writable(self, path: Path) -> None:
+        """Raise unless a state can be saved there: at the start, not after minutes of work."""
+        ...
+
     def save(
         self,
         path: Path,
@@ -202,6 +206,9 @@ class Whole:
 
     def exists(self, path: Path) -> bool:
         return path.exists()
+
+    def require_writable(self, path: Path) -> None:
+        write_atomically(path, None)
 
     def save(
         self,

@@ -47,21 +47,29 @@ class Path:
     width: int = 0
 
 
-def choose(rows: Tensor, vectors: Tensor | Sequence[Tensor]) -> Path:
-    """For ``m`` rows and ``vectors`` ``(n,)`` or ``(b, n)``, or tensors that are one vector."""
+def choose(rows: Tensor, vectors: Tensor | Sequence[Tensor], team: bool = False) -> Path:
+    """For ``m`` rows and ``vectors`` ``(n,)`` or ``(b, n)``, or tensors that are one vector.
+
+    Args:
+        team: Whether a whole operation in one call is wanted, for short vectors too.
+    """
     if isinstance(vectors, Tensor):
         # A block of vectors reuses every converted element b times: a matrix product wins there.
         n = vectors.shape[0] if vectors.dim() == 1 and vectors.is_contiguous() else 0
         dtype = vectors.dtype
     else:
         n, dtype = sum([tensor.numel() for tensor in vectors]), vectors[0].dtype
-    return _choose(rows.dtype, rows.shape[0], dtype, n, torch.get_num_threads())
+    return _choose(rows.dtype, rows.shape[0], dtype, n, torch.get_num_threads(), team)
 
 
 @functools.lru_cache(maxsize=4096)  # a training step asks the same questions again and again
-def _choose(stored: torch.dtype, m: int, working: torch.dtype, n: int, count: int) -> Path:
+def _choose(
+    stored: torch.dtype, m: int, working: torch.dtype, n: int, count: int, whole_call: bool
+) -> Path:
     if not m * n or stored not in COMPILED:
         return Path()
+    if stored == working and n <= TINY and not whole_call:
+        return Path()  # numba takes longer to import than many small solves
     whole = _compiled()
     spans = threads.spans(n, m, count)
     one = len(spans) == 1

@@ -33,7 +33,7 @@ def project_(
     rows: Tensor, vectors: Tensor, factor: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
     """See :func:`curvlab_kernels.reference.project_`."""
-    path = choose(rows, vectors)
+    path = choose(rows, vectors, team=True)
     if path.team is not None:
         team: Tensor = path.team.run(path, rows, scales, factor, (vectors,))
         return team
@@ -75,7 +75,7 @@ def project_list_(
     """See :func:`curvlab_kernels.reference.project_list_`."""
     if not tensors:
         return torch.zeros(rows.shape[0], dtype=torch.float64)
-    path = choose(rows, tensors)
+    path = choose(rows, tensors, team=True)
     if path.team is not None and all_contiguous(tensors):
         team: Tensor = path.team.run(path, rows, scales, factor, tensors)
         return team

@@ -24,7 +24,7 @@ def sgd_step_(
     """See :func:`curvlab_kernels.reference.sgd_step_`."""
     if not parameters:
         return torch.zeros(rows.shape[0], dtype=torch.float64)
-    path = choose(rows, parameters)
+    path = choose(rows, parameters, team=True)
     if path.team is not None and all_contiguous(parameters) and all_contiguous(momenta):
         slopes = [gradient.contiguous() for gradient in gradients]
         update = parameters, momenta, lr, weight_decay, momentum
