@@ -26,7 +26,7 @@ from curvlab.operators.curvature import Curvature
 from curvlab.operators.frozen import Chunk
 from curvlab.operators.gauss_newton import GaussNewton
 from curvlab.operators.hessian import Hessian
-from curvlab.operators.policy import BAND, arithmetic
+from curvlab.operators.policy import BAND
 from curvlab.operators.problem import TRIED, ChunkSize
 from curvlab.operators.products import sizing
 from curvlab.operators.products.free import free_bytes
@@ -63,7 +63,7 @@ class FullySharded(Curvature):
         self._cut(chunk, None if problem.whole else max(problem.counted), cost)
         if check:
             few = self._few()
-            with arithmetic(self.device, problem.precision):
+            with problem.arithmetic():
                 require_same_gradient(problem, few)
                 self.probe().require()
                 drawn, start = (
@@ -96,7 +96,7 @@ class FullySharded(Curvature):
         for size in sizes:
             batch = largest if problem.whole else rows(largest, slice(0, size))
             shard = torch.zeros(1, problem.layout.n, dtype=self.dtype, device=self.device)
-            with arithmetic(self.device, problem.precision), sizing.LiveBytes() as live:
+            with problem.arithmetic(), sizing.LiveBytes() as live:
                 product = self._build(Chunk(batch, number=TRIED))
                 kept = live.live
                 product(shard)

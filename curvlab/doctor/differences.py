@@ -12,7 +12,6 @@ from torch import Tensor
 
 from curvlab.doctor.report import Finding
 from curvlab.operators.frozen import Chunk
-from curvlab.operators.policy import arithmetic
 from curvlab.operators.problem import Problem
 from curvlab.operators.verify import coarse
 from curvlab.refusals import Trap
@@ -35,7 +34,7 @@ def compare(problem: Problem) -> Iterator[Finding]:
     if inside != torch.float64:
         yield _inside(inside, "compared with differences to a few per cent only")
     step, limit = STEPS[inside]
-    with arithmetic(problem.device, problem.precision):
+    with problem.arithmetic():
         error = _gradient_error(problem, Chunk(batch), step)
     if not error <= limit:
         yield Finding(

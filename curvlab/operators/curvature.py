@@ -15,7 +15,7 @@ from curvlab.batches import digest, rows, sample_count, tensors
 from curvlab.operators.frozen import Chunk
 from curvlab.operators.objective import Loss, Objective, Reduction
 from curvlab.operators.operator import Operator
-from curvlab.operators.policy import BAND, Mode, Precision, arithmetic, fully_sharded, inner
+from curvlab.operators.policy import BAND, Mode, Precision, fully_sharded, inner
 from curvlab.operators.problem import TRIED, ChunkSize, Count, Problem
 from curvlab.operators.products import sizing
 from curvlab.operators.products.autograd import Product
@@ -231,12 +231,12 @@ class Curvature(Operator):
         """
         self.products += len(block)
         *others, final = self.problem.chunks
-        with arithmetic(self.device, self.problem.precision):
+        with self.problem.arithmetic():
             before = self._total(others, block) if others else None
             last(self._chunk_product(final), before)
 
     def _sum(self, chunks: Sequence[Chunk], block: Tensor) -> Tensor:
-        with arithmetic(self.device, self.problem.precision):
+        with self.problem.arithmetic():
             if len(chunks) == 1:
                 return self._chunk_product(chunks[0])(block)
             return self._total(chunks, block).to(self.dtype)
@@ -376,6 +376,6 @@ class Curvature(Operator):
             one = torch.ones(1, self.n, dtype=self.dtype, device=self.device)
             return lambda: product(one)
 
-        with arithmetic(self.device, problem.precision):
+        with problem.arithmetic():
             most = 1 if samples is None else sample_count(largest) or 1
             return sizing.measure(run, most, self._room)

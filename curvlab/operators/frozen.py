@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from curvlab.batches import map_tensors
+from curvlab.operators.float32 import EXACT
 from curvlab.operators.functions import Replaced
 from curvlab.operators.narrow import is_narrow, storage_of
 from curvlab.operators.own import Traces, own_copy
@@ -69,6 +70,7 @@ class Frozen:
     ) -> None:
         self.model = self._inner(model)
         self.precision = precision
+        self.matmul = EXACT  # how float32 matrices are multiplied on a processor
         self.policies = modes(mode)
         self.flags = training_flags(self.model, self.policies)
         self.masks_frozen = "frozen-masks" in self.policies
@@ -84,6 +86,10 @@ class Frozen:
         self.use_own_modules()
 
     _inner = staticmethod(unwrap)
+
+    def arithmetic(self) -> contextlib.AbstractContextManager[None]:
+        """Where products are computed: gradients on, and rounded as this problem allows."""
+        return arithmetic(self.device, self.precision, self.matmul)
 
     def _take_parameters(self, select: Selection, dtype: torch.dtype | None) -> None:
         chosen = self._choose(select, dtype)
@@ -243,7 +249,7 @@ class Frozen:
     @contextlib.contextmanager
     def _again(self, seed: int, block: nn.Module) -> Iterator[None]:
         """As :meth:`_run`, for one block that is computed again."""
-        with arithmetic(self.device, self.precision), self._evaluation(seed):
+        with self.arithmetic(), self._evaluation(seed):
             traces = Traces(block)
             for module in block.modules() if self.borrowed else ():
                 module.training = self.flags[module]

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from curvlab.operators.float32 import EXACT
 from curvlab.operators.functions import ONE_AT_A_TIME, Replaced
 from curvlab.operators.narrow import KeepNarrow
 
@@ -197,29 +198,42 @@ def _unfused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def arithmetic(device: torch.device, precision: Precision) -> Iterator[None]:
+def arithmetic(
+    device: torch.device, precision: Precision, matmul: str = EXACT
+) -> Iterator[None]:
     """Gradients on whatever the caller's mode, and no rounding that nobody asked for.
 
     Autocast around the caller is left out: it would round some products and not others. By default
     cuDNN may round the inputs of float32 convolutions to TF32, and a global switch may
     do the same to matrix products; here only ``precision="tf32"`` does.
+
+    Args:
+        device: Where products are computed.
+        precision: What may be rounded.
+        matmul: The switch of float32 matrix products on a processor (:mod:`.float32`).
     """
     backends: Any = torch.backends
     if device.type == "cuda":
         switches = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     else:
         switches = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
-    wanted = "tf32" if precision == "tf32" and device.type == "cuda" else "ieee"
+    exact = "tf32" if precision == "tf32" and device.type == "cuda" else EXACT
+    wanted = [exact] * len(switches)
+    if device.type == "cpu":
+        wanted[0] = matmul
     before = [switch.fp32_precision for switch in switches]
-    changed = [old not in {wanted, "none" if wanted == "ieee" else wanted} for old in before]
+    changed = [
+        old not in {new, "none" if new == EXACT else new}
+        for old, new in zip(before, wanted, strict=True)
+    ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if torch.is_autocast_enabled(device.type):  # the caller's: it would not be there later
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        for switch, change in zip(switches, changed, strict=True):
+        for switch, change, new in zip(switches, changed, wanted, strict=True):
             if change:
-                switch.fp32_precision = wanted
+                switch.fp32_precision = new
         try:
             yield
         finally:

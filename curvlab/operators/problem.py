@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from curvlab.batches import read, require_finite, sample_count
+from curvlab.operators.float32 import float32_switch
 from curvlab.operators.frozen import Chunk, Frozen
 from curvlab.operators.objective import (
     Loss,
@@ -27,7 +28,7 @@ from curvlab.operators.objective import (
     terms,
 )
 from curvlab.operators.own import refuse_reentrant, uses
-from curvlab.operators.policy import Mode, Precision, arithmetic, evaluation
+from curvlab.operators.policy import Mode, Precision, evaluation
 from curvlab.operators.verify import (
     require_additive,
     require_deterministic,
@@ -81,12 +82,16 @@ class Problem(Frozen):
         self.batches = found.to(self.device, dtype)
         self.asked = together  # for batches that are never cut
         self.whole = together or self.batches.samples is None
+        if self.dtype == torch.float32:
+            matrices = sum(parameter.ndim > 1 for parameter in self.parameters)
+            samples = self.batches.samples or 1
+            self.matmul = float32_switch(samples * self.layout.n // max(1, matrices))
         self.count = count or getattr(loss, "count", None)
         self.chunks: list[Chunk] = []
         self.values: list[float] = []
         self.normaliser = 1.0
         self.known: dict[int, float] = {}  # losses of joined batches that were found to add up
-        with arithmetic(self.device, precision):
+        with self.arithmetic():
             self._settle(reduction, stated)
 
     def _settle(self, reduction: Reduction | None, stated: Reduction | None) -> None:
@@ -231,7 +236,7 @@ class Problem(Frozen):
             Chunk(piece, count / self.normaliser, number, start)
             for number, (piece, count, start) in enumerate(counted)
         ]
-        with arithmetic(self.device, self.precision):
+        with self.arithmetic():
             found = self._losses(uncut=len(pieces) == len(self.batches.joined) == len(counted))
         self.values = [v * chunk.weight for v, chunk in zip(found, self.chunks, strict=True)]
 
@@ -274,13 +279,13 @@ class Problem(Frozen):
     def objective(self, flat: Tensor) -> float:
         """The objective at other parameters ``(n,)``."""
         moved = self.layout.unflatten(flat)
-        with arithmetic(self.device, self.precision), torch.no_grad():
+        with self.arithmetic(), torch.no_grad():
             return math.fsum(float(self.loss(chunk, moved)) for chunk in self.chunks)
 
     def gradient(self) -> Tensor:
         """The gradient of the objective, ``(n,)``; chunks are added in float64."""
         total = torch.zeros(self.layout.n, dtype=torch.float64, device=self.device)
-        with arithmetic(self.device, self.precision):
+        with self.arithmetic():
             for chunk in self.chunks:
                 total += self.gradient_of(chunk)
         return total.to(self.dtype)

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import CheckpointError
 
 from curvlab.batches import rows, sample_count
 from curvlab.operators.frozen import Chunk
-from curvlab.operators.policy import arithmetic
 from curvlab.operators.problem import TRIED
 from curvlab.operators.products import sizing
 from curvlab.operators.products.autograd import Product
@@ -55,7 +54,7 @@ class Trial:
 def attempt(operator: "Curvature") -> Trial:
     """Make a product of a few samples and use it once."""
     problem = operator.problem
-    with arithmetic(operator.device, problem.precision):
+    with problem.arithmetic():
         try:
             return _attempt(operator)
         except CheckpointError as error:
@@ -128,8 +127,7 @@ def _some(operator: "Curvature", samples: int | None, size: int) -> Any:
 
 def certify(operator: "Curvature", trial: Trial) -> Certificate:
     """The certificate of the trial's product; raises :class:`OperatorError` if it is not right."""
-    precision = operator.problem.precision
-    with arithmetic(operator.device, precision):
+    with operator.problem.arithmetic():
         certificate = probe(_Part(operator, trial.product), limit=operator.limit)
         certificate.require()
         if operator._engine not in ("retained", "rebuilt", "blockwise"):

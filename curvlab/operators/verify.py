@@ -10,7 +10,6 @@ from torch import Tensor
 
 from curvlab.batches import leaves, map_tensors, rows, sample_count, tensors
 from curvlab.operators.objective import Reduction
-from curvlab.operators.policy import arithmetic
 from curvlab.operators.products.blocks import REMEDY
 from curvlab.probe import OperatorError
 from curvlab.refusals import Refusal, Trap
@@ -262,7 +261,7 @@ def require_same_gradient(problem: "Problem", chunk: "Chunk") -> None:
     """
     whole = problem.whole or sample_count(chunk.batch) is None
     sample = replace(chunk, batch=chunk.batch if whole else rows(chunk.batch, slice(0, 1)))
-    with arithmetic(problem.device, problem.precision):
+    with problem.arithmetic():
         plain = problem.plain_gradient(sample)
         if plain is None:
             return

@@ -11,7 +11,6 @@ from torch import nn
 
 from curvlab.batches import sample_count, tensors
 from curvlab.operators.frozen import Chunk
-from curvlab.operators.policy import arithmetic
 from curvlab.operators.problem import Problem
 from curvlab.operators.products.autograd import Product
 
@@ -48,7 +47,7 @@ def fastest(
 
 def _time(problem: Problem, chunk: Chunk, build: Callable[[Chunk], Product], engine: str) -> float:
     vector = torch.ones(1, problem.layout.n, dtype=problem.dtype, device=problem.device)
-    with arithmetic(problem.device, problem.precision):
+    with problem.arithmetic():
         start = time.perf_counter()
         product = build(chunk)
         _finish(product(vector))

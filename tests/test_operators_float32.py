@@ -1,0 +1,115 @@
+"""The library that multiplies float32 matrices: never one that rounds, and products stay right."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import curvlab
+from curvlab.operators import float32
+
+MATMUL = torch.backends.mkldnn.matmul
+
+
+def wide_network() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 7))
+    return model, (torch.randn(700, 64), torch.randint(0, 7, (700,)))
+
+
+def processor(monkeypatch: pytest.MonkeyPatch, described: str, capability: str = "AVX512") -> str:
+    monkeypatch.setattr(float32, "_described", lambda: described)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    float32._switch.cache_clear()
+    try:
+        return float32.float32_switch(float32.WORTHWHILE)
+    finally:
+        float32._switch.cache_clear()
+
+
+def test_small_products_stay_with_torchs_choice():
+    assert float32.float32_switch(float32.WORTHWHILE - 1) == float32.EXACT
+
+
+@pytest.mark.parametrize(
+    ("described", "capability"),
+    [
+        ("vendor_id : GenuineIntel\nflags : avx512f", "AVX512"),
+        ("vendor_id : AuthenticAMD\nflags : avx512f amx_bf16", "AVX512"),
+        ("vendor_id : AuthenticAMD\nflags : avx2", "AVX2"),
+        ("", "AVX512"),
+    ],
+    ids=["intel", "matrix units", "no AVX-512", "unknown"],
+)
+def test_processors_on_which_it_gains_nothing_or_may_round_keep_torchs_choice(
+    monkeypatch, described, capability
+):
+    assert processor(monkeypatch, described, capability) == float32.EXACT
+
+
+def test_a_library_that_rounds_is_not_used(monkeypatch):
+    monkeypatch.setattr(float32, "_exact_with", lambda _: False)
+    described = "vendor_id : AuthenticAMD\nflags : avx512f"
+    assert processor(monkeypatch, described) == float32.EXACT
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
+def test_factors_that_lose_bits_are_noticed(monkeypatch, kept):
+    whole = torch.Tensor.__matmul__
+
+    def rounding(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if a.dtype != torch.float32:
+            return whole(a, b)
+        return whole(a.to(kept).float(), b.to(kept).float())
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", rounding)
+    assert not float32._exact_with(float32.EXACT)
+
+
+def test_exact_products_are_found_exact():
+    assert float32._exact_with(float32.EXACT)
+
+
+@pytest.mark.parametrize("switch", [float32.EXACT, float32.ONEDNN])
+def test_products_are_as_right_with_either_library(monkeypatch, switch):
+    """Where the processor would round (matrix units), only torch's own choice is tried."""
+    if switch == float32.ONEDNN and not float32._exact_with(switch):
+        pytest.skip("this processor rounds with oneDNN")
+    monkeypatch.setattr(float32, "_switch", lambda: switch)
+    model, data = wide_network()
+    operator = curvlab.Hessian(model, cross_entropy, data)
+    assert operator.problem.matmul == switch
+    truth = curvlab.Hessian(model, cross_entropy, data, dtype=torch.float64)
+    block = torch.randn(3, operator.n, generator=torch.Generator().manual_seed(1))
+    right = truth @ block.double()
+    error = (operator @ block).double() - right
+    assert error.norm() <= 2e-6 * right.norm()
+
+
+def test_a_callers_switch_is_as_before_after_products():
+    model, data = wide_network()
+    before = MATMUL.fp32_precision
+    operator = curvlab.Hessian(model, cross_entropy, data)
+    operator @ torch.ones(operator.n)
+    assert MATMUL.fp32_precision == before
+
+
+def test_the_switch_is_on_during_products(monkeypatch):
+    monkeypatch.setattr(float32, "_switch", lambda: float32.ONEDNN)
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            seen.append(MATMUL.fp32_precision)
+            return super().forward(inputs)
+
+    _, data = wide_network()
+    model = nn.Sequential(Watched(64, 96), nn.Tanh(), nn.Linear(96, 7))
+    curvlab.Hessian(model, cross_entropy, data, check=False)
+    assert set(seen) == {float32.ONEDNN}
+
+
+def test_float64_products_leave_it_alone():
+    model, data = wide_network()
+    operator = curvlab.Hessian(model, cross_entropy, data, dtype=torch.float64)
+    assert operator.problem.matmul == float32.EXACT
