@@ -10,6 +10,7 @@ out exact. Everywhere else torch's choice stands.
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,7 +64,8 @@ def _exact_with(switch: str) -> bool:
     narrow = torch.randint(257, 512, (256, 160), generator=generator)
     kept = (torch.arange(256) - torch.arange(192)[:, None]) % 64 == 0  # four in each row
     wide = wide * kept
-    matmul = torch.backends.mkldnn.matmul
+    backends: Any = torch.backends
+    matmul = backends.mkldnn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = switch
     try:

@@ -198,9 +198,7 @@ def _unfused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def arithmetic(
-    device: torch.device, precision: Precision, matmul: str = EXACT
-) -> Iterator[None]:
+def arithmetic(device: torch.device, precision: Precision, matmul: str = EXACT) -> Iterator[None]:
     """Gradients on whatever the caller's mode, and no rounding that nobody asked for.
 
     Autocast around the caller is left out: it would round some products and not others. By default
