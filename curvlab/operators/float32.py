@@ -34,7 +34,8 @@ def float32_switch(multiplications: int) -> str:
 
 @cache
 def _switch() -> str:
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+    backends: Any = torch.backends
+    if not (backends.mkldnn.is_available() and backends.mkl.is_available()):
         return EXACT
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return EXACT  # oneDNN is not asked there
