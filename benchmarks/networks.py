@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from curvlab.float32 import float32_switch
 from curvlab.nets import mlp, slim_resnet18, vit_cifar
 
 
@@ -40,6 +41,11 @@ class Network:
     @property
     def n(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def switch(self) -> str:
+        """How curvlab multiplies its float32 matrices; in benchmarks, everybody does."""
+        return float32_switch(self.samples, self.model.parameters())
 
     def double(self) -> "Network":
         """A float64 copy."""

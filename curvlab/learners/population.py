@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from curvlab.float32 import float32_products, float32_switch
 from curvlab.layerwise.layers import refuse_one_memory
 from curvlab.learners.draws import Draws
 from curvlab.learners.rooms import aligned, rooms
@@ -177,13 +178,18 @@ class Population:
         self.gradients.zero_()
         values, ask = [], self.answer if self._beside else self._forward
         for s in range(self.size):
-            with torch.enable_grad(), self._drawing(s, task, step):
+            with torch.enable_grad(), self._drawing(s, task, step), self._products(targets[s]):
                 logits = ask(s, inputs[s].clone(), task)  # aligned like the rows
                 value = self.loss(logits, targets[s]) if objective is None else objective(s, logits)
                 torch.autograd.backward(value)
             values.append(value.detach())
         if self.seen is not None:
             self.seen.append(torch.stack(values))
+
+    def _products(self, samples: Tensor) -> AbstractContextManager[None]:
+        """How float32 matrices are multiplied for these samples."""
+        one = self.models[0].parameters()
+        return float32_products(float32_switch(len(samples), one))
 
     def losses(self) -> Tensor:
         """Losses of the batches since the last call, ``(S, m)`` float64 on the CPU."""
@@ -222,7 +228,7 @@ class Population:
         """
         self.train_mode(False)
         values = aligned(self.parameters if parameters is None else parameters)
-        with torch.no_grad():
+        with torch.no_grad(), self._products(inputs):
             return torch.stack(
                 [self.logits_of(s, inputs, task, values[s]) for s in range(self.size)]
             )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from curvlab.batches import map_tensors
-from curvlab.operators.float32 import EXACT
+from curvlab.float32 import EXACT
 from curvlab.operators.functions import Replaced
 from curvlab.operators.narrow import is_narrow, storage_of
 from curvlab.operators.own import Traces, own_copy

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from curvlab.operators.float32 import EXACT
+from curvlab.float32 import EXACT
 from curvlab.operators.functions import ONE_AT_A_TIME, Replaced
 from curvlab.operators.narrow import KeepNarrow
 
@@ -208,7 +208,7 @@ def arithmetic(device: torch.device, precision: Precision, matmul: str = EXACT) 
     Args:
         device: Where products are computed.
         precision: What may be rounded.
-        matmul: The switch of float32 matrix products on a processor (:mod:`.float32`).
+        matmul: The switch of float32 matrix products on a processor (:mod:`curvlab.float32`).
     """
     backends: Any = torch.backends
     if device.type == "cuda":

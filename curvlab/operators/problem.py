@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from curvlab.batches import read, require_finite, sample_count
-from curvlab.operators.float32 import float32_switch
+from curvlab.float32 import float32_switch
 from curvlab.operators.frozen import Chunk, Frozen
 from curvlab.operators.objective import (
     Loss,
@@ -82,10 +82,8 @@ class Problem(Frozen):
         self.batches = found.to(self.device, dtype)
         self.asked = together  # for batches that are never cut
         self.whole = together or self.batches.samples is None
-        if self.dtype == torch.float32:
-            matrices = sum(parameter.ndim > 1 for parameter in self.parameters)
-            samples = self.batches.samples or 1
-            self.matmul = float32_switch(samples * self.layout.n // max(1, matrices))
+        everything = (*self.parameters, *self.fixed.values())
+        self.matmul = float32_switch(self.batches.samples or 1, everything)
         self.count = count or getattr(loss, "count", None)
         self.chunks: list[Chunk] = []
         self.values: list[float] = []

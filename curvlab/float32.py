@@ -8,11 +8,14 @@ is not Intel's, it has no matrix units, and a product that bfloat16 or TF32 woul
 out exact. Everywhere else torch's choice stands.
 """
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 EXACT = "ieee"  # torch's switch: no rounding, MKL
 ONEDNN = "bf16"  # torch's switch: oneDNN, which may round
@@ -23,13 +26,32 @@ ONEDNN = "bf16"  # torch's switch: oneDNN, which may round
 WORTHWHILE = 2_000_000
 
 
-def float32_switch(multiplications: int) -> str:
+def float32_switch(samples: int, parameters: Iterable[Tensor]) -> str:
     """What ``torch.backends.mkldnn.matmul.fp32_precision`` should be for exact float32 products.
 
     Args:
-        multiplications: Of a typical product of two matrices.
+        samples: That pass through the network together.
+        parameters: Of the network, frozen ones too.
     """
-    return _switch() if multiplications >= WORTHWHILE else EXACT
+    matrices = [one.numel() for one in parameters if one.ndim > 1 and one.dtype == torch.float32]
+    large = samples * sum(matrices) >= WORTHWHILE * len(matrices) > 0
+    return _switch() if large else EXACT
+
+
+@contextlib.contextmanager
+def float32_products(switch: str) -> Iterator[None]:
+    """Multiply float32 matrices as ``switch`` says, unless the caller has a choice of their own."""
+    backends: Any = torch.backends
+    matmul = backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if switch == EXACT or before not in ("none", EXACT):
+        yield
+        return
+    matmul.fp32_precision = switch
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 @cache
@@ -65,14 +87,8 @@ def _exact_with(switch: str) -> bool:
     narrow = torch.randint(257, 512, (256, 160), generator=generator)
     kept = (torch.arange(256) - torch.arange(192)[:, None]) % 64 == 0  # four in each row
     wide = wide * kept
-    backends: Any = torch.backends
-    matmul = backends.mkldnn.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = switch
-    try:
+    with float32_products(switch):
         found = wide.float() @ narrow.float()
         batched = wide.float().expand(2, -1, -1) @ narrow.float().expand(2, -1, -1)
-    finally:
-        matmul.fp32_precision = before
     exact = (wide @ narrow).float()
     return torch.equal(found, exact) and all(torch.equal(one, exact) for one in batched)

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import curvlab
-from curvlab.operators import float32
+from curvlab import float32
+from curvlab.learners import Population
 
 MATMUL = torch.backends.mkldnn.matmul
 
@@ -22,13 +23,21 @@ def processor(monkeypatch: pytest.MonkeyPatch, described: str, capability: str =
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     float32._switch.cache_clear()
     try:
-        return float32.float32_switch(float32.WORTHWHILE)
+        return float32.float32_switch(1, [torch.empty(1).expand(2, float32.WORTHWHILE)])
     finally:
         float32._switch.cache_clear()
 
 
-def test_small_products_stay_with_torchs_choice():
-    assert float32.float32_switch(float32.WORTHWHILE - 1) == float32.EXACT
+@pytest.mark.parametrize(
+    ("samples", "shapes", "dtype"),
+    [(1000, [(20, 20), (20, 10)], torch.float32), (10**9, [(7,)], torch.float32),
+     (10**9, [], torch.float32), (10**9, [(20, 20)], torch.float64)],
+    ids=["small", "no matrix", "nothing", "float64"],
+)  # fmt: skip
+def test_what_gains_nothing_stays_with_torchs_choice(monkeypatch, samples, shapes, dtype):
+    monkeypatch.setattr(float32, "_switch", lambda: float32.ONEDNN)
+    parameters = [torch.empty(shape, dtype=dtype) for shape in shapes]
+    assert float32.float32_switch(samples, parameters) == float32.EXACT
 
 
 @pytest.mark.parametrize(
@@ -113,3 +122,31 @@ def test_float64_products_leave_it_alone():
     model, data = wide_network()
     operator = curvlab.Hessian(model, cross_entropy, data, dtype=torch.float64)
     assert operator.problem.matmul == float32.EXACT
+
+
+def test_training_and_predictions_of_large_networks_use_it_and_put_it_back(monkeypatch):
+    monkeypatch.setattr(float32, "_switch", lambda: float32.ONEDNN)
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            seen.append(MATMUL.fp32_precision)
+            return super().forward(inputs)
+
+    before = MATMUL.fp32_precision
+    population = Population([nn.Sequential(Watched(400, 600), nn.Softplus())], [0])
+    inputs, targets = torch.randn(1, 10, 400), torch.zeros(1, 10, dtype=torch.long)
+    population.gradient_(inputs, targets, 0)
+    population.logits(inputs[0], 0)
+    assert seen == [float32.ONEDNN] * 2
+    assert MATMUL.fp32_precision == before
+
+
+def test_a_callers_own_choice_stands_in_training():
+    before = MATMUL.fp32_precision
+    MATMUL.fp32_precision = "tf32"
+    try:
+        with float32.float32_products(float32.ONEDNN):
+            assert MATMUL.fp32_precision == "tf32"
+    finally:
+        MATMUL.fp32_precision = before
