@@ -46,10 +46,10 @@ from curvlab.bench.timing import (
     quantiles,
     version_of,
 )
-from curvlab.float32 import float32_products
+from curvlab.float32 import EXACT, float32_products
 from curvlab.operators import GaussNewton, Hessian
 
-EXACT = 1e-9  # relative error of a right product in float64
+LIMIT64 = 1e-9  # relative error of a right product in float64
 LIMIT = 1e-4  # and in float32
 WIDTH = 16  # vectors in a block
 UNIT = "one gradient"
@@ -80,7 +80,7 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        return self.product is not None and self.exactness <= EXACT and self.error <= LIMIT
+        return self.product is not None and self.exactness <= LIMIT64 and self.error <= LIMIT
 
 
 def contenders(
@@ -102,9 +102,17 @@ def contenders(
         engines.append("compiled")
     if network.name == "mlp":
         engines.append("mlp")
+
+    def with_mkl() -> Product:
+        operator = KINDS[kind](network.model, network.loss, data)
+        operator.problem.matmul = EXACT
+        return lambda block: operator @ block
+
     torch_version = str(torch.__version__)
     found = [Contender("plain autograd", torch_version, lambda: PLAIN[kind](network))]
     found += [Contender(f"curvlab {name}", ours, engine(name)) for name in engines]
+    if network.switch != EXACT:
+        found.append(Contender("curvlab auto, MKL", ours, with_mkl))
     if network.name == "mlp":
         found.append(Contender(f"curvlab mlp, {WIDTH} at once", ours, engine("mlp"), WIDTH))
     found = [
