@@ -9,7 +9,9 @@ out exact. Everywhere else torch's choice stands.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,26 +40,90 @@ def float32_switch(samples: int, parameters: Iterable[Tensor]) -> str:
     return _switch() if large else EXACT
 
 
+class Switch:
+    """One of torch's settings ``fp32_precision``, for contexts that overlap.
+
+    torch has one for all threads. The last context to end puts back what the caller had, whatever
+    the order in which those of several threads end. While two of them ask for different values,
+    the later one has its way: on a CPU that decides about speed and the last bits only.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._lock = threading.RLock()  # a signal may come while it is held
+        self._wanted: list[Wanted] = []
+        self._before = ""
+
+    @property
+    def value(self) -> str:
+        """The present setting."""
+        found: str = self._backend.fp32_precision
+        return found
+
+    @contextlib.contextmanager
+    def set_to(self, value: str) -> Iterator[None]:
+        """Have it so in the context."""
+        wanted = Wanted(value)
+        try:
+            self.take(wanted)
+            yield
+        finally:
+            self.give_back(wanted)
+
+    def take(self, wanted: "Wanted") -> None:
+        """Have it so until it is given back."""
+        with self._lock:
+            present = self.value
+            if not self._wanted:
+                self._before = present
+            self._wanted.append(wanted)
+            self._write(wanted.value, present)
+
+    def give_back(self, wanted: "Wanted") -> None:
+        """What is still wanted, or else was there before, stands again."""
+        with self._lock:
+            if wanted in self._wanted:  # else an interrupt came first
+                self._wanted.remove(wanted)
+                left = self._wanted[-1].value if self._wanted else self._before
+                self._write(left, self.value)
+
+    def _write(self, value: str, present: str) -> None:
+        if present != value and (present, value) != ("none", EXACT):
+            self._backend.fp32_precision = value
+
+
+@dataclass(slots=True, eq=False)  # not frozen: three are made for each product
+class Wanted:
+    """What one context wants of a switch; told from all others, equal ones too."""
+
+    value: str
+
+
+_backends: Any = torch.backends
+MATMUL = Switch(_backends.mkldnn.matmul)
+SWITCHES = {
+    "cpu": (MATMUL, Switch(_backends.mkldnn.conv), Switch(_backends.mkldnn.rnn)),
+    "cuda": (
+        Switch(_backends.cuda.matmul),
+        Switch(_backends.cudnn.conv),
+        Switch(_backends.cudnn.rnn),
+    ),
+}
+
+
 @contextlib.contextmanager
 def float32_products(switch: str) -> Iterator[None]:
     """Multiply float32 matrices as ``switch`` says, unless the caller has a choice of their own."""
-    backends: Any = torch.backends
-    matmul = backends.mkldnn.matmul
-    before = matmul.fp32_precision
-    if switch == EXACT or before not in ("none", EXACT):
+    if switch == EXACT or MATMUL.value not in ("none", EXACT):
         yield
         return
-    matmul.fp32_precision = switch
-    try:
+    with MATMUL.set_to(switch):
         yield
-    finally:
-        matmul.fp32_precision = before
 
 
 @cache
 def _switch() -> str:
-    backends: Any = torch.backends
-    if not (backends.mkldnn.is_available() and backends.mkl.is_available()):
+    if not (_backends.mkldnn.is_available() and _backends.mkl.is_available()):
         return EXACT
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return EXACT  # oneDNN is not asked there
@@ -80,15 +146,21 @@ def _exact_with(switch: str) -> bool:
     """Whether products of whole numbers that float32 holds exactly come out so.
 
     The factors have 13 and 9 significant bits, of which TF32 keeps 11 and bfloat16 8. Four terms
-    of at most 22 bits stay below 2 ** 24.
+    of at most 22 bits stay below 2 ** 24. What is found holds for the whole process: the caller's
+    own switch, autocast and default device must not be part of it.
     """
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.randint(4097, 8192, (192, 256), generator=generator)
-    narrow = torch.randint(257, 512, (256, 160), generator=generator)
-    kept = (torch.arange(256) - torch.arange(192)[:, None]) % 64 == 0  # four in each row
-    wide = wide * kept
-    with float32_products(switch):
+    with (
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        torch.inference_mode(False),
+        MATMUL.set_to(switch),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        wide = torch.randint(4097, 8192, (192, 256), generator=generator)
+        narrow = torch.randint(257, 512, (256, 160), generator=generator)
+        kept = (torch.arange(256) - torch.arange(192)[:, None]) % 64 == 0  # four in each row
+        wide = wide * kept
         found = wide.float() @ narrow.float()
         batched = wide.float().expand(2, -1, -1) @ narrow.float().expand(2, -1, -1)
-    exact = (wide @ narrow).float()
-    return torch.equal(found, exact) and all(torch.equal(one, exact) for one in batched)
+        exact = (wide @ narrow).float()
+        return torch.equal(found, exact) and all(torch.equal(one, exact) for one in batched)

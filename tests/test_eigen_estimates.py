@@ -17,7 +17,7 @@ from curvlab.eigen import (
     spectral_energy,
     trace,
 )
-from curvlab.operators import Dense
+from curvlab.operators import Dense, FromFunction
 from curvlab.storage import StorageError
 
 
@@ -275,6 +275,39 @@ def test_power_iteration_on_values_stops_early_and_says_that_it_did():
     assert pairs.orthogonality > 1e-4  # its basis is not orthonormal
     lanczos_pairs = lanczos(Dense(matrix), 10, tol=1e-6, dense=False)
     assert torch.allclose(pairs.values, lanczos_pairs.values, rtol=2e-2)  # values look fine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "matrix",
+    [torch.ones(50, 50) / 50, torch.diag(torch.tensor([3.0, 2.0, 1.0] + [0.0] * 47))],
+    ids=["rank one", "rank three"],
+)
+def test_power_iteration_finds_the_zeros_of_a_matrix_of_low_rank(matrix, dtype):
+    pairs = power_iteration(matrix.to(dtype), 5, tol=1e-6)
+    values = torch.linalg.eigvalsh(matrix.double()).flip(0)[:5]
+    rounding = 50 * torch.finfo(dtype).eps
+    assert bool(pairs.converged.all())
+    assert torch.allclose(pairs.values, values, atol=rounding)
+    assert pairs.orthogonality <= rounding
+    assert "zero to the operator's precision" in pairs.reason
+
+
+def test_power_iteration_does_not_go_on_with_rounding():
+    """What is left of this matrix without its first pair is rounding, of any direction."""
+    u = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    pairs = power_iteration(torch.outer(u, u), 3)
+    assert pairs.matvecs < 50
+    assert pairs.orthogonality <= 1e-6
+
+
+def test_power_iteration_finds_a_small_eigenvalue_of_which_a_random_vector_shows_little():
+    """Its share in the first image is below what counts as zero: that of one in 20,000."""
+    values = torch.zeros(20_000)
+    values[17], values[4711] = 1.0, 1e-4
+    operator = FromFunction(lambda v: values * v, 20_000)
+    pairs = power_iteration(operator, 2)
+    assert torch.allclose(pairs.values, torch.tensor([1.0, 1e-4], dtype=torch.float64), rtol=1e-3)
 
 
 def test_power_iteration_ends_at_its_budget_with_a_reason():

@@ -1,5 +1,7 @@
 """The library that multiplies float32 matrices: never one that rounds, and products stay right."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -150,3 +152,74 @@ def test_a_callers_own_choice_stands_in_training():
             assert MATMUL.fp32_precision == "tf32"
     finally:
         MATMUL.fp32_precision = before
+
+
+@pytest.mark.parametrize("ends", [("large", "small"), ("small", "large")])
+def test_overlapping_products_put_back_what_the_caller_had(ends):
+    """Those of two threads end in any order."""
+    before = MATMUL.fp32_precision
+    large, small = (float32.MATMUL.set_to(switch) for switch in (float32.ONEDNN, float32.EXACT))
+    contexts = {"large": large, "small": small}
+    for context in contexts.values():
+        context.__enter__()
+    for name in ends:
+        contexts[name].__exit__(None, None, None)
+    assert MATMUL.fp32_precision == before
+
+
+def test_operators_of_two_threads_leave_the_switch_as_it_was(monkeypatch):
+    """The second product begins within the first one and ends after it."""
+    monkeypatch.setattr(float32, "_switch", lambda: float32.ONEDNN)
+    inside, going = threading.Event(), threading.Event()
+
+    class Waiting(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if threading.current_thread().name == "second":
+                inside.set()
+                assert going.wait(60)
+            return super().forward(inputs)
+
+    _, data = wide_network()
+    small = (data[0][:5], data[1][:5])
+    slow = nn.Sequential(Waiting(64, 7))
+    second = threading.Thread(
+        target=lambda: curvlab.Hessian(slow, cross_entropy, small, check=False), name="second"
+    )
+    before = MATMUL.fp32_precision
+    with float32.float32_products(float32.ONEDNN):
+        second.start()
+        assert inside.wait(60)
+    going.set()
+    second.join(60)
+    assert not second.is_alive()
+    assert MATMUL.fp32_precision == before
+
+
+@pytest.mark.parametrize(
+    "around",
+    [lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta"),
+     torch.inference_mode],
+    ids=["autocast", "default device", "inference mode"],
+)  # fmt: skip
+def test_what_is_found_does_not_depend_on_where_it_is_asked(around):
+    with around():
+        assert float32._exact_with(float32.EXACT)
+
+
+def test_a_callers_own_switch_is_no_part_of_what_is_found(monkeypatch):
+    seen = []
+    whole = torch.Tensor.__matmul__
+
+    def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.append(MATMUL.fp32_precision)
+        return whole(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
+    before = MATMUL.fp32_precision
+    MATMUL.fp32_precision = "tf32"
+    try:
+        float32._exact_with(float32.ONEDNN)
+        assert MATMUL.fp32_precision == "tf32"
+    finally:
+        MATMUL.fp32_precision = before
+    assert set(seen) == {float32.ONEDNN}

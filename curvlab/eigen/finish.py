@@ -104,9 +104,7 @@ def _ending(solver: Solver, judged: Judgement, residuals: Tensor) -> tuple[Outco
         outcome = Outcome.IMPRECISE
         worst = float(residuals[~judged.converged].max())
         reason = imprecise(solver.products, late, worst, solver.bounds.loss, solver.krylov.norm)
-    if judged.zeros:
-        reason += f" ({judged.zeros} values are zero to the operator's precision)"
-    return outcome, reason
+    return outcome, reason + judged.note
 
 
 def imprecise(products: Products, late: int, worst: float, loss: float, norm: float) -> str:

@@ -104,7 +104,7 @@ class _Found:
         vectors: Shape ``(j, width)``, unit rows.
         images: Shape ``(j, width)``: the products with them.
         vector: Shape ``(width,)``: the next to be multiplied; ``None`` before a pair is begun.
-        last: The present pair's value a step ago.
+        last: The present pair's value a step ago, or with ``stop="residual"`` its image's length.
         done: Its steps.
         draws: Random vectors drawn.
         spent: Products made.
@@ -175,7 +175,7 @@ class _Search:
             known.subtract_(known.coefficients(vector) * weights, applied)
         else:
             known.project_out_(applied)
-        value, length, rest = self._figures(vector, applied)
+        value, length, rest, whole = self._figures(vector, applied, image)
         if not length < float("inf"):
             raise OperatorError("the operator returned NaN or infinity")
         # half: the pairs found so far add their share when they are mixed at the end
@@ -185,7 +185,8 @@ class _Search:
             else rest <= 0.5 * self.tol * abs(value)
         )
         done = found.done + 1
-        ends = settled or length == 0.0 or self.spent or (self.steps or done + 1) <= done
+        nothing = length == 0.0 or (not self.by_value and self._rounding_only(length, whole))
+        ends = settled or nothing or self.spent or (self.steps or done + 1) <= done
         forward = applied / length if length > 0.0 else vector
         if ends:
             if self.by_value:  # returned is a step further than what was multiplied
@@ -198,9 +199,24 @@ class _Search:
         else:
             following = forward if self.by_value else self._separated(known, forward)
             self.found = replace(
-                found, vector=following, last=value, done=done, draws=draws,
-                spent=self.products.spent,
+                found, vector=following, last=value if self.by_value else length, done=done,
+                draws=draws, spent=self.products.spent,
             )  # fmt: skip
+
+    def _rounding_only(self, length: float, whole: float) -> bool:
+        """Whether what is left of an image without the pairs found is nothing to go on with.
+
+        It has no digits where all but its last bits were along those pairs. And where it is no
+        longer than what counts as zero, it may grow yet: a random vector shows little of one
+        eigenvector among many. If it does not, the values that are left are zeros.
+
+        Args:
+            length: Of what is left.
+            whole: Length of the image.
+        """
+        norm = max(whole, *map(abs, self.found.values), 0.0)
+        still = length <= min(self.found.last, _floor(self.products, norm))
+        return still or length <= 16.0 * self.products.eps * whole
 
     def _image(self, vector: Tensor) -> Tensor:
         image = torch.zeros_like(vector)
@@ -214,12 +230,13 @@ class _Search:
             self.known.admit()
         return self.known
 
-    def _figures(self, vector: Tensor, applied: Tensor) -> list[float]:
-        """Rayleigh quotient, length, and length of what is not along ``vector``: one transfer."""
+    def _figures(self, vector: Tensor, applied: Tensor, image: Tensor) -> list[float]:
+        """Rayleigh quotient, length, that of what is not along ``vector``, that of the image."""
         row, _ = ops.quantise(vector[None], self.products.dtype)
         value = self.space.total(ops.coefficients(row, applied))[0]
         rest = self.space.norm(applied.double() - value * vector.double())
-        found: list[float] = torch.stack([value, self.space.norm(applied), rest]).tolist()
+        lengths = self.space.norm(applied), rest, self.space.norm(image)
+        found: list[float] = torch.stack([value, *lengths]).tolist()  # one transfer
         return found
 
     def _begin(self, known: Rows) -> tuple[Tensor, int]:
@@ -258,6 +275,11 @@ def _rayleigh_ritz(products: Products, found: _Found) -> tuple[Tensor, Tensor, T
     return values, turn @ found.vectors, turn @ found.images
 
 
+def _floor(products: Products, norm: float) -> float:
+    """Below it a value, for an operator of this norm, is zero to the operator's precision."""
+    return (2.0 * products.error + 16.0 * products.eps) * max(norm, products.size)
+
+
 def _result(
     products: Products,
     found: _Found,
@@ -286,7 +308,7 @@ def _result(
         rest = images.double() - values[:, None].to(images.device) * vectors.double()
         # products are rounded, and so are the vectors to be returned
         residuals = space.norm(rest).cpu() + products.rounding(norm) + products.eps * norm
-    floor = 16.0 * products.eps * norm
+    floor = _floor(products, norm)
     judged = judge(values, residuals, tol=tol, relative_to="value", norm=norm, floor=floor)
     converged = judged.converged
     if bool(converged.all()):
@@ -314,7 +336,7 @@ def _result(
         restarts=0,
         seconds=seconds,
         outcome=outcome,
-        reason=reason,
+        reason=reason + judged.note,
         method=f"deflated power iteration, stopped on {'values' if by_value else 'residuals'}",
         which="LM",
         tol=tol,

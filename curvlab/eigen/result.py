@@ -293,6 +293,14 @@ class Judgement:
     converged: Tensor
     zeros: int
 
+    @property
+    def note(self) -> str:
+        """What a reason says of zeros."""
+        if not self.zeros:
+            return ""
+        are = "value is" if self.zeros == 1 else "values are"
+        return f" ({self.zeros} {are} zero to the operator's precision)"
+
 
 def judge(
     values: Tensor,

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from curvlab.float32 import EXACT
+from curvlab.float32 import EXACT, SWITCHES, Wanted
 from curvlab.operators.functions import ONE_AT_A_TIME, Replaced
 from curvlab.operators.narrow import KeepNarrow
 
@@ -210,34 +210,22 @@ def arithmetic(device: torch.device, precision: Precision, matmul: str = EXACT) 
         precision: What may be rounded.
         matmul: The switch of float32 matrix products on a processor (:mod:`curvlab.float32`).
     """
-    backends: Any = torch.backends
-    if device.type == "cuda":
-        switches = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
-    else:
-        switches = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+    switches = SWITCHES["cuda" if device.type == "cuda" else "cpu"]
     exact = "tf32" if precision == "tf32" and device.type == "cuda" else EXACT
-    wanted = [exact] * len(switches)
-    if device.type == "cpu":
-        wanted[0] = matmul
-    before = [switch.fp32_precision for switch in switches]
-    changed = [
-        old not in {new, "none" if new == EXACT else new}
-        for old, new in zip(before, wanted, strict=True)
-    ]
+    of_matrices = matmul if device.type == "cpu" else exact
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if torch.is_autocast_enabled(device.type):  # the caller's: it would not be there later
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        for switch, change, new in zip(switches, changed, wanted, strict=True):
-            if change:
-                switch.fp32_precision = new
+        wanted = [Wanted(value) for value in (of_matrices, exact, exact)]
         try:
+            for switch, one in zip(switches, wanted, strict=True):
+                switch.take(one)
             yield
         finally:
-            for switch, change, old in zip(switches, changed, before, strict=True):
-                if change:
-                    switch.fp32_precision = old
+            for switch, one in zip(switches, wanted, strict=True):
+                switch.give_back(one)
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
