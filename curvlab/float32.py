@@ -60,6 +60,12 @@ class Switch:
         found: str = self._backend.fp32_precision
         return found
 
+    @property
+    def callers(self) -> str:
+        """The setting outside of all contexts."""
+        with self._lock:
+            return self._before if self._wanted else self.value
+
     @contextlib.contextmanager
     def set_to(self, value: str) -> Iterator[None]:
         """Have it so in the context."""
@@ -114,7 +120,7 @@ SWITCHES = {
 @contextlib.contextmanager
 def float32_products(switch: str) -> Iterator[None]:
     """Multiply float32 matrices as ``switch`` says, unless the caller has a choice of their own."""
-    if switch == EXACT or MATMUL.value not in ("none", EXACT):
+    if switch == EXACT or MATMUL.callers not in ("none", EXACT):
         yield
         return
     with MATMUL.set_to(switch):

@@ -310,6 +310,22 @@ def test_power_iteration_finds_a_small_eigenvalue_of_which_a_random_vector_shows
     assert torch.allclose(pairs.values, torch.tensor([1.0, 1e-4], dtype=torch.float64), rtol=1e-3)
 
 
+@pytest.mark.parametrize("stop", ["residual", "value"])
+def test_power_iteration_does_not_bring_back_deflated_directions(stop):
+    """Each pair is a hundredth of the one before, and what is left of an image as short."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = rotated(100.0 ** -torch.arange(20.0, dtype=torch.float64))[0].float()
+    rows = torch.linalg.qr(torch.randn(20, 2, generator=generator, dtype=torch.float64)).Q.T
+    pairs = power_iteration(matrix, 5, stop=stop, tol=1e-5, deflate=rows.float(), max_products=200)
+    exact = torch.linalg.qr(rows.float().double().T).Q
+    vectors = pairs.vectors.double()
+    assert float((vectors @ exact).abs().max()) <= 5e-7
+    inside = vectors - vectors @ exact @ exact.T
+    images = inside @ matrix.double()
+    rest = images - images @ exact @ exact.T - pairs.values[:, None] * vectors
+    assert bool((rest.norm(dim=1) <= pairs.residuals).all())
+
+
 def test_power_iteration_ends_at_its_budget_with_a_reason():
     matrix, _ = rotated(torch.linspace(1, 2, 100, dtype=torch.float64))
     pairs = power_iteration(Dense(matrix), 3, tol=1e-8, max_products=50)

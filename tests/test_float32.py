@@ -1,5 +1,6 @@
 """The library that multiplies float32 matrices: never one that rounds, and products stay right."""
 
+import contextlib
 import threading
 
 import pytest
@@ -192,6 +193,16 @@ def test_operators_of_two_threads_leave_the_switch_as_it_was(monkeypatch):
     going.set()
     second.join(60)
     assert not second.is_alive()
+    assert MATMUL.fp32_precision == before
+
+
+def test_what_another_context_has_set_is_not_taken_for_the_callers_choice():
+    before = MATMUL.fp32_precision
+    with contextlib.ExitStack() as other:
+        other.enter_context(float32.float32_products(float32.ONEDNN))
+        with float32.float32_products(float32.ONEDNN):
+            other.close()  # as another thread's may end
+            assert MATMUL.fp32_precision == float32.ONEDNN
     assert MATMUL.fp32_precision == before
 
 

@@ -187,7 +187,7 @@ class _Search:
         done = found.done + 1
         nothing = length == 0.0 or (not self.by_value and self._rounding_only(length, whole))
         ends = settled or nothing or self.spent or (self.steps or done + 1) <= done
-        forward = applied / length if length > 0.0 else vector
+        forward = self._inside(applied / length) if length > 0.0 else vector
         if ends:
             if self.by_value:  # returned is a step further than what was multiplied
                 vector, image = forward, self._image(forward)
@@ -217,6 +217,16 @@ class _Search:
         norm = max(whole, *map(abs, self.found.values), 0.0)
         still = length <= min(self.found.last, _floor(self.products, norm))
         return still or length <= 16.0 * self.products.eps * whole
+
+    def _inside(self, vector: Tensor) -> Tensor:
+        """A unit vector without what rounding has left in it of the deflated directions.
+
+        An image is free of them to rounding, but what is left of it may be much shorter.
+        """
+        if self.products.deflation is None:
+            return vector
+        self.products.project_out_(vector)
+        return vector / self.space.norm(vector)
 
     def _image(self, vector: Tensor) -> Tensor:
         image = torch.zeros_like(vector)
@@ -275,6 +285,16 @@ def _rayleigh_ritz(products: Products, found: _Found) -> tuple[Tensor, Tensor, T
     return values, turn @ found.vectors, turn @ found.images
 
 
+def _left(products: Products, vectors: Tensor) -> Tensor:
+    """Length of what rows ``(k, width)`` still hold of deflated directions, ``(k,)``.
+
+    A may take it anywhere.
+    """
+    inside = vectors.clone()
+    products.project_out_(inside)
+    return products.space.norm(inside.sub_(vectors)).cpu()
+
+
 def _floor(products: Products, norm: float) -> float:
     """Below it a value, for an operator of this norm, is zero to the operator's precision."""
     return (2.0 * products.error + 16.0 * products.eps) * max(norm, products.size)
@@ -308,6 +328,7 @@ def _result(
         rest = images.double() - values[:, None].to(images.device) * vectors.double()
         # products are rounded, and so are the vectors to be returned
         residuals = space.norm(rest).cpu() + products.rounding(norm) + products.eps * norm
+        residuals += _left(products, vectors) * max(norm, products.size)
     floor = _floor(products, norm)
     judged = judge(values, residuals, tol=tol, relative_to="value", norm=norm, floor=floor)
     converged = judged.converged

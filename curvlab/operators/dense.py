@@ -19,7 +19,8 @@ class Dense(Operator):
             raise ValueError("the matrix holds NaN or infinity")
         super().__init__(len(matrix), matrix.dtype, matrix.device)
         rounding = 1e4 * float(torch.finfo(matrix.dtype).eps)
-        self.matrix = symmetrised_(matrix.detach().clone(), rounding)
+        cause = "only symmetric matrices have what is computed here; (M + M.T) / 2 is one"
+        self.matrix = symmetrised_(matrix.detach().clone(), rounding, cause)
 
     def _product(self, block: Tensor) -> Tensor:
         return block @ self.matrix

@@ -131,10 +131,15 @@ class Operator(ABC):
         return f"{type(self).__name__}(n={self.n}, {self.dtype}, {self.device})"
 
 
-def symmetrised_(matrix: Tensor, limit: float) -> Tensor:
+def symmetrised_(
+    matrix: Tensor, limit: float, cause: str = "a layer has a wrong second derivative"
+) -> Tensor:
     """Average ``matrix`` ``(n, n)`` with its transpose, in place and tile by tile.
 
     An asymmetry above ``limit``, relative to the largest entry, is an error, not averaged away.
+
+    Args:
+        cause: What the error says of it.
     """
     n, tile = len(matrix), 2048
     largest = float(matrix.abs().amax()) if n else 0.0
@@ -150,6 +155,6 @@ def symmetrised_(matrix: Tensor, limit: float) -> Tensor:
     if not worst <= limit * largest:
         raise OperatorError(
             f"the dense matrix is asymmetric by {worst / largest if largest else worst:.1e} "
-            f"(limit {limit:.1e}): a layer has a wrong second derivative"
+            f"(limit {limit:.1e}): {cause}"
         )
     return matrix
