@@ -45,7 +45,7 @@ class Network:
     @property
     def switch(self) -> str:
         """How curvlab multiplies its float32 matrices; in benchmarks, everybody does."""
-        return float32_switch(self.samples, self.model.parameters())
+        return float32_switch(self.samples, self.model.parameters(), torch.float32)
 
     def double(self) -> "Network":
         """A float64 copy."""

@@ -28,14 +28,17 @@ ONEDNN = "bf16"  # torch's switch: oneDNN, which may round
 WORTHWHILE = 2_000_000
 
 
-def float32_switch(samples: int, parameters: Iterable[Tensor]) -> str:
+def float32_switch(samples: int, parameters: Iterable[Tensor], dtype: torch.dtype) -> str:
     """What ``torch.backends.mkldnn.matmul.fp32_precision`` should be for exact float32 products.
 
     Args:
         samples: That pass through the network together.
-        parameters: Of the network, frozen ones too.
+        parameters: Of the network, frozen ones too; whole ones where they are in shards.
+        dtype: In which it is computed.
     """
-    matrices = [one.numel() for one in parameters if one.ndim > 1 and one.dtype == torch.float32]
+    if dtype != torch.float32:
+        return EXACT
+    matrices = [one.numel() for one in parameters if one.ndim > 1]
     large = samples * sum(matrices) >= WORTHWHILE * len(matrices) > 0
     return _switch() if large else EXACT
 

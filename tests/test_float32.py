@@ -26,7 +26,9 @@ def processor(monkeypatch: pytest.MonkeyPatch, described: str, capability: str =
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     float32._switch.cache_clear()
     try:
-        return float32.float32_switch(1, [torch.empty(1).expand(2, float32.WORTHWHILE)])
+        return float32.float32_switch(
+            1, [torch.empty(1).expand(2, float32.WORTHWHILE)], torch.float32
+        )
     finally:
         float32._switch.cache_clear()
 
@@ -39,8 +41,8 @@ def processor(monkeypatch: pytest.MonkeyPatch, described: str, capability: str =
 )  # fmt: skip
 def test_what_gains_nothing_stays_with_torchs_choice(monkeypatch, samples, shapes, dtype):
     monkeypatch.setattr(float32, "_switch", lambda: float32.ONEDNN)
-    parameters = [torch.empty(shape, dtype=dtype) for shape in shapes]
-    assert float32.float32_switch(samples, parameters) == float32.EXACT
+    parameters = [torch.empty(shape) for shape in shapes]
+    assert float32.float32_switch(samples, parameters, dtype) == float32.EXACT
 
 
 @pytest.mark.parametrize(

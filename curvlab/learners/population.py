@@ -189,7 +189,7 @@ class Population:
     def _products(self, samples: Tensor) -> AbstractContextManager[None]:
         """How float32 matrices are multiplied for these samples."""
         one = self.models[0].parameters()
-        return float32_products(float32_switch(len(samples), one))
+        return float32_products(float32_switch(len(samples), one, self.dtype))
 
     def losses(self) -> Tensor:
         """Losses of the batches since the last call, ``(S, m)`` float64 on the CPU."""

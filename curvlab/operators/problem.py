@@ -82,8 +82,8 @@ class Problem(Frozen):
         self.batches = found.to(self.device, dtype)
         self.asked = together  # for batches that are never cut
         self.whole = together or self.batches.samples is None
-        everything = (*self.parameters, *self.fixed.values())
-        self.matmul = float32_switch(self.batches.samples or 1, everything)
+        samples = self.batches.samples or 1
+        self.matmul = float32_switch(samples, self.model.parameters(), self.dtype)
         self.count = count or getattr(loss, "count", None)
         self.chunks: list[Chunk] = []
         self.values: list[float] = []
