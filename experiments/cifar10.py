@@ -135,7 +135,7 @@ EXPERIMENT = Experiment(
         "scaled": "20 min on 2 cores, shared with tab:other-arch",
         "tenth": "about 3 h a seed on one core: the ViT on a tenth of its images (estimate: 26 min "
         "for SGD measured, the solves not run to their end)",
-        "half": "about 5 h a seed on one core with bfloat16: the ViT alone (estimate, not run)",
+        "half": "about 3 h a seed on one core with bfloat16: the ViT alone",
         "few": "about 1 h a seed on one core: the ResNet alone",
         "full": "about 6 h on one A100, --device cuda (estimate, not run)",
     },

@@ -22,7 +22,7 @@ OURS = {"curvlab", "curvlab_kernels", "experiments", "benchmarks", "tests"}
 # Inside curvlab: a module may import those of its own rank or of a lower one.
 RANK = {
     "checks": 0, "storage": 0, "manifest": 0, "signals": 0,
-    "precision": 0, "parameters": 0, "refusals": 0, "html": 0,
+    "precision": 0, "float32": 0, "parameters": 0, "refusals": 0, "html": 0,
     "rows": 1, "probe": 1, "nets": 1, "tasks": 1, "batches": 1, "loaders": 1,
     "basis": 2, "operators": 2, "layerwise": 2, "eigen": 3, "learners": 4, "training": 5,
     "metrics": 5, "losses": 3, "surface": 3, "callbacks": 4, "protection": 3,
