@@ -99,9 +99,16 @@ def caption(networks: Sequence[Network], metrics: BySeed) -> str:
     return "; ".join(
         f"{one.name} of {first[next(iter(one.rows()))]['parameters']:,} parameters, "
         f"{one.training.train or 'all'} {'embedded images' if one.training.embedded else 'images'} "
-        f"a task, rates {one.training.rates}, epochs {one.training.epochs}"
+        f"a task, rates {one.training.rates}, epochs {one.training.epochs}" + _halved(one.training)
         for one in networks
     )
+
+
+def _halved(training: Training) -> str:
+    """What size ``half`` does otherwise than the paper."""
+    if training.autocast is None:
+        return ""
+    return f", trained in {training.autocast}, Hessians of {training.samples} samples"
 
 
 def accuracies(metrics: BySeed, row: str) -> Tensor:
