@@ -328,7 +328,8 @@ def _result(
         rest = images.double() - values[:, None].to(images.device) * vectors.double()
         # products are rounded, and so are the vectors to be returned
         residuals = space.norm(rest).cpu() + products.rounding(norm) + products.eps * norm
-        residuals += _left(products, vectors) * max(norm, products.size)
+        if products.deflation is not None:  # else it is nothing, and a wait for the device
+            residuals += _left(products, vectors) * max(norm, products.size)
     floor = _floor(products, norm)
     judged = judge(values, residuals, tol=tol, relative_to="value", norm=norm, floor=floor)
     converged = judged.converged
