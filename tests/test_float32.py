@@ -15,6 +15,21 @@ from curvlab.learners import Population
 MATMUL = torch.backends.mkldnn.matmul
 
 
+class Watched(nn.Linear):
+    """Notes torch's switch in every forward pass."""
+
+    def __init__(self, inside: int, outside: int, seen: list[str]) -> None:
+        super().__init__(inside, outside)
+        self.seen = seen
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.append(MATMUL.fp32_precision)
+        return super().forward(inputs)
+
+    def __deepcopy__(self, memo: object) -> "Watched":  # an operator works on a copy
+        return Watched(self.in_features, self.out_features, self.seen)
+
+
 def wide_network() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 7))
@@ -100,7 +115,8 @@ def test_products_are_as_right_with_either_library(monkeypatch, switch):
     assert error.norm() <= 2e-6 * right.norm()
 
 
-def test_a_callers_switch_is_as_before_after_products():
+def test_a_callers_switch_is_as_before_after_products(monkeypatch):
+    monkeypatch.setattr(float32, "_switch", lambda: float32.ONEDNN)
     model, data = wide_network()
     before = MATMUL.fp32_precision
     operator = curvlab.Hessian(model, cross_entropy, data)
@@ -110,15 +126,9 @@ def test_a_callers_switch_is_as_before_after_products():
 
 def test_the_switch_is_on_during_products(monkeypatch):
     monkeypatch.setattr(float32, "_switch", lambda: float32.ONEDNN)
-    seen = []
-
-    class Watched(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            seen.append(MATMUL.fp32_precision)
-            return super().forward(inputs)
-
+    seen: list[str] = []
     _, data = wide_network()
-    model = nn.Sequential(Watched(64, 96), nn.Tanh(), nn.Linear(96, 7))
+    model = nn.Sequential(Watched(64, 96, seen), nn.Tanh(), nn.Linear(96, 7))
     curvlab.Hessian(model, cross_entropy, data, check=False)
     assert set(seen) == {float32.ONEDNN}
 
@@ -131,15 +141,9 @@ def test_float64_products_leave_it_alone():
 
 def test_training_and_predictions_of_large_networks_use_it_and_put_it_back(monkeypatch):
     monkeypatch.setattr(float32, "_switch", lambda: float32.ONEDNN)
-    seen = []
-
-    class Watched(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            seen.append(MATMUL.fp32_precision)
-            return super().forward(inputs)
-
+    seen: list[str] = []
     before = MATMUL.fp32_precision
-    population = Population([nn.Sequential(Watched(400, 600), nn.Softplus())], [0])
+    population = Population([nn.Sequential(Watched(400, 600, seen), nn.Softplus())], [0])
     inputs, targets = torch.randn(1, 10, 400), torch.zeros(1, 10, dtype=torch.long)
     population.gradient_(inputs, targets, 0)
     population.logits(inputs[0], 0)
